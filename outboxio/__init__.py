@@ -84,7 +84,20 @@ from outboxio.version import __version__
 
 if TYPE_CHECKING:
     from outboxio.health.pages import health_app, serve_health
-    from outboxio.health.values import Health, LoopHealth, ShardHealth
+    from outboxio.health.values import (
+        Finding,
+        HandlerStatus,
+        Health,
+        InstanceStatus,
+        KeyStatus,
+        LockStatus,
+        LoopHealth,
+        Overview,
+        OverviewFigures,
+        ShardHealth,
+        ShardStatus,
+        StuckRunStatus,
+    )
     from outboxio.inbox.inbox import Inbox
     from outboxio.inbox.inline import Consumption, Received
     from outboxio.model.operating.groups import Group, Groups, HandlerHistory, HistoryPoint
@@ -100,17 +113,6 @@ if TYPE_CHECKING:
         TreeNode,
     )
     from outboxio.operations.admin import Admin
-    from outboxio.operations.overview.values import (
-        Finding,
-        HandlerStatus,
-        InstanceStatus,
-        KeyStatus,
-        LockStatus,
-        Overview,
-        OverviewFigures,
-        ShardStatus,
-        StuckRunStatus,
-    )
     from outboxio.operations.partitions.owners import ClusterInstance, HandlerPartitions, PartitionOwner
     from outboxio.operations.retention import Removed
     from outboxio.operations.stranded import Stranded
@@ -121,7 +123,20 @@ _LATER = {
     name: module
     for module, names in {
         "outboxio.health.pages": ("health_app", "serve_health"),
-        "outboxio.health.values": ("Health", "LoopHealth", "ShardHealth"),
+        "outboxio.health.values": (
+            "Finding",
+            "HandlerStatus",
+            "Health",
+            "InstanceStatus",
+            "KeyStatus",
+            "LockStatus",
+            "LoopHealth",
+            "Overview",
+            "OverviewFigures",
+            "ShardHealth",
+            "ShardStatus",
+            "StuckRunStatus",
+        ),
         "outboxio.inbox.inbox": ("Inbox",),
         "outboxio.inbox.inline": ("Consumption", "Received"),
         "outboxio.model.operating.groups": ("Group", "Groups", "HandlerHistory", "HistoryPoint"),
@@ -137,17 +152,6 @@ _LATER = {
             "TreeNode",
         ),
         "outboxio.operations.admin": ("Admin",),
-        "outboxio.operations.overview.values": (
-            "Finding",
-            "HandlerStatus",
-            "InstanceStatus",
-            "KeyStatus",
-            "LockStatus",
-            "Overview",
-            "OverviewFigures",
-            "ShardStatus",
-            "StuckRunStatus",
-        ),
         "outboxio.operations.partitions.owners": ("ClusterInstance", "HandlerPartitions", "PartitionOwner"),
         "outboxio.operations.retention": ("Removed",),
         "outboxio.operations.stranded": ("Stranded",),

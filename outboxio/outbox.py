@@ -299,7 +299,7 @@ class Outbox(Registration, JobRegistration, Recording, Locking):
         return Admin(AdminSetup(
             namespace=self.namespace, shards={shard.name: shard.for_operators for shard in shards},
             settings=self.settings, handlers=self._handlers, types=self._types, redact=self._redact, owner=self,
-            process=shards[0].environment.process, ends=Ends(),
+            process=shards[0].environment.process, ends=Ends(), overviews=self._health.overviews,
         ), By())  # fmt: skip
 
     async def health(self) -> Health:
@@ -366,10 +366,9 @@ class Outbox(Registration, JobRegistration, Recording, Locking):
 
     @cached_property
     def _health(self) -> HealthReader:
-        from outboxio.health.reader import HealthReader, OverviewSource
+        from outboxio.health.reader import HealthReader
 
-        source = OverviewSource(self.admin.overview)
-        return HealthReader(self.namespace, self._lifecycle, self._shards, self._guard, source)
+        return HealthReader(self.namespace, self._lifecycle, self._shards, self._guard)
 
     def _shard_locks(self, shard: ShardRuntime) -> ShardLocks:
         statistics = shard.statistics.keyed_locks

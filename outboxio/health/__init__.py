@@ -1,1 +1,1 @@
-"""Health: is this process alive, is it ready, and does the outbox work? For people, probes and service managers."""
+"""What is wrong with an outbox: facts, rules, the overview for operators, and the health of a process for probes."""

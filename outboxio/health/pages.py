@@ -15,8 +15,6 @@ import msgspec
 from msgspec import Struct
 
 from outboxio.errors import ConfigurationError
-from outboxio.health.reader import HealthReader
-from outboxio.health.values import Health
 from outboxio.support.log import log_of
 
 if TYPE_CHECKING:
@@ -108,6 +106,7 @@ logger = log_of(__name__)
 METHODS = ("GET", "HEAD")
 _JSON = "application/json"
 _TEXT = "text/plain; charset=utf-8"
+PAGES = frozenset(("/live", "/ready", "/health", "/metrics"))
 _NAMES = "/live, /ready, /health and /metrics"
 
 
@@ -128,40 +127,28 @@ class Pages:
         self._outbox = outbox
         self._metrics: Callable[[], Page] | None = None
 
-    @property
-    def _reader(self) -> HealthReader:
-        return self._outbox._health
-
     async def answer(self, method: str, path: str) -> Page:
         """The answer to a request. Never raises."""
-        pages = {"/live": self._live, "/ready": self._ready, "/health": self._health, "/metrics": self._numbers}
-        page = pages.get(path)
-        if page is None:
+        if path not in PAGES:
             return _text(404, f"there is no page {path[:100]!r}; the pages are {_NAMES}")
         if method not in METHODS:
             return _text(405, f"the pages answer {' and '.join(METHODS)} only", allow=True)
         try:
-            return await page()
+            return await self._page(path)
         except Exception as error:
             logger.exception("the page %s has failed", path)
             return _text(500, f"the page has failed: {type(error).__name__}; see the log")
 
-    async def _live(self) -> Page:
-        health = await self._reader.probe(asks=False)
-        return _answer("live", health.live, health)
-
-    async def _ready(self) -> Page:
-        health = await self._reader.probe(asks=False)
-        return _answer("ready", health.ready, health)
-
-    async def _health(self) -> Page:
-        health = await self._reader.probe(asks=True)
-        return _json(503 if health.status == "down" else 200, health)
-
-    async def _numbers(self) -> Page:
-        if self._metrics is None:
-            self._metrics = _exposition(self._outbox)
-        return self._metrics()
+    async def _page(self, path: str) -> Page:
+        if path == "/metrics":
+            if self._metrics is None:
+                self._metrics = _exposition(self._outbox)
+            return self._metrics()
+        health = await self._outbox._health.probe(asks=path == "/health")
+        if path == "/health":
+            return _json(503 if health.status == "down" else 200, health)
+        is_true = health.live if path == "/live" else health.ready
+        return _json(200 if is_true else 503, {path[1:]: is_true, "reasons": [] if is_true else health.reasons})
 
 
 def _exposition(outbox: Outbox) -> Callable[[], Page]:
@@ -171,11 +158,6 @@ def _exposition(outbox: Outbox) -> Callable[[], Page]:
     except (ImportError, ConfigurationError):
         return lambda: _text(404, "there are no metrics without prometheus-client: pip install 'outboxio[prometheus]'")
     return lambda: Page(200, prometheus.metrics_text(outbox), prometheus.CONTENT_TYPE)
-
-
-def _answer(question: str, is_true: bool, health: Health) -> Page:
-    """The reasons are those of a no."""
-    return _json(200 if is_true else 503, {question: is_true, "reasons": [] if is_true else health.reasons})
 
 
 def _json(status: int, value: object) -> Page:
@@ -281,11 +263,11 @@ class Listener:
         except asyncio.IncompleteReadError:
             return "GET", None
         except asyncio.LimitOverrunError:
-            return "GET", _refusal(431, f"a request has at most {LARGEST_REQUEST} bytes")
+            return "GET", _text(431, f"a request has at most {LARGEST_REQUEST} bytes")
         method, _, rest = head.partition(b"\r\n")[0].decode("latin-1").partition(" ")
         target, _, version = rest.rpartition(" ")
         if not version.startswith("HTTP/1.") or not method.isalpha() or not target:
-            return "GET", _refusal(400, "expected a request as in GET /live HTTP/1.1")
+            return "GET", _text(400, "expected a request as in GET /live HTTP/1.1")
         return method, await self._pages.answer(method, _path_of(target))
 
 
@@ -295,10 +277,6 @@ def _path_of(target: str) -> str:
         return urlsplit(target).path
     except ValueError:
         return target
-
-
-def _refusal(status: int, text: str) -> Page:
-    return Page(status, f"{text}\n".encode(), "text/plain; charset=utf-8")
 
 
 def _response(method: str, page: Page) -> bytes:

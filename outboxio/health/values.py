@@ -1,25 +1,222 @@
-"""The values of ``outbox.health()``."""
+"""What ``outbox.admin.overview()`` and ``outbox.health()`` return. Times are naive UTC, durations are seconds."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
 from collections.abc import Mapping, Sequence
-from typing import Literal, Protocol
+from datetime import datetime
+from typing import Literal
+from uuid import UUID
 
 from msgspec import Struct
 
-from outboxio.errors import DatabaseUnavailable, SchemaError, SchemaNewer
-from outboxio.runtime.lifecycle import Phase
-from outboxio.runtime.shard import ShardRuntime
-from outboxio.support import machine
-from outboxio.support.log import log_of, log_text, type_name
-from outboxio.support.text import without_passwords
+Level = Literal["ok", "degraded", "down"]
+"""``down``: nothing works, or nobody works. ``degraded``: a part needs an operator."""
 
-Status = Literal["ok", "degraded", "down"]
+MOST = 10_000
+"""Every number is counted up to this bound. A number that is equal to the bound stands for the bound or more."""
+
+
+class Finding(Struct, frozen=True, kw_only=True):
+    """A fault, found by a rule."""
+
+    rule: str
+    """The name of the rule, which never changes: alerts, health and the runbook use the name."""
+    level: Level
+    sentence: str
+    remedy: str
+    """A command that mends the fault, or that says more."""
+    handler: str | None = None
+    shard: str | None = None
+    job: str | None = None
+
+
+class HandlerStatus(Struct, frozen=True, kw_only=True):
+    """A handler of the namespace, on all shards together."""
+
+    handler_name: str
+    aliases: tuple[str, ...]
+    event_types: tuple[str, ...]
+    topics: tuple[str, ...]
+    level: Level
+    """The worst level of the findings about the handler."""
+    last_seen_date: datetime | None
+    """The last announcement of a process with the handler; at most 1 minute ago while such a process runs."""
+    due: int
+    oldest_due: float | None
+    """The time for which the first due notification has waited; ``None`` if no notification is due."""
+    waiting: int
+    """Notifications that are due later: delayed, scheduled, or waiting for a retry."""
+    deferred: int
+    """Notifications that wait for a version of their event that no process that runs the handler has."""
+    blocked: int
+    dead: int
+    """DEAD and EXPIRED notifications that retention keeps."""
+    dead_hour: int
+    """DEAD and EXPIRED notifications of the last hour."""
+    newest_dead: datetime | None
+    parked_keys: int
+    paused_since: datetime | None
+    holders: Mapping[str, tuple[str, ...]]
+    """The processes that hold the handler, by shard."""
+    unheld: Mapping[str, tuple[int, ...]]
+    """The partitions that no process holds, by shard."""
+    runs: int
+    """Notifications that were handled in the last 5 minutes, with failures."""
+    fail_share: float | None
+    """The share of failures among these, 0 to 1; ``None`` without any."""
+    per_minute: float
+    """Successes per minute, over the last 5 minutes."""
+    minutes: tuple[int, ...]
+    """Successes of each of the last 60 minutes, the oldest first."""
+    duration_p50: float | None
+    duration_p95: float | None
+    """The bound below which 95 % of the runs of the last hour ended."""
+    lag_p95: float | None
+    """The bound below which 95 % of the runs of the last hour began after they were due."""
+    in_flight: int
+    limit: int
+    """The runs at the same time that all processes together allow; 0 if unknown."""
+    stuck: int
+
+
+class StuckRunStatus(Struct, frozen=True, kw_only=True):
+    """A run that ignores its cancellation, by the report of its process."""
+
+    handler: str
+    event_id: str | None = None
+    """``None`` if the event's id cannot be read."""
+    since: datetime
+    """The moment of the cancellation."""
+    at: str = ""
+    """The line of code at which the run waits."""
+
+
+class InstanceStatus(Struct, frozen=True, kw_only=True):
+    """A process in ``running()``, by its own report."""
+
+    instance: str
+    """The name of the process: host, process id and a random part."""
+    version: str
+    roles: tuple[str, ...]
+    started_date: datetime
+    last_seen_date: datetime
+    is_alive: bool
+    """False if three reports are missing."""
+    loop_lag: float | None
+    clock_offset: float | None
+    """The wall clock of the machine minus the clock of the database."""
+    in_flight: int
+    stuck: int
+    handlers: tuple[str, ...]
+    shards: tuple[str, ...]
+    stuck_runs: tuple[StuckRunStatus, ...] = ()
+
+
+class ShardStatus(Struct, frozen=True, kw_only=True):
+    """A shard."""
+
+    shard: str
+    is_reachable: bool
+    error: str | None
+    schema: str | None
+    """What is wrong with the tables; ``None`` if nothing is."""
+    pending: tuple[str, ...]
+    """The contract files that ``outboxio migrate --contract`` would apply."""
+    fanout_holder: str | None
+    fanout_since: datetime | None
+    undelivered: int
+    """Events that wait for fan-out, of types and topics with a handler."""
+    oldest_undelivered: float | None
+    clock_offset: float | None
+    """The wall clock of this machine minus the clock of the database."""
+    took: float
+    """The duration of the questions to the shard."""
+
+
+class KeyStatus(Struct, frozen=True, kw_only=True):
+    """A parked ordering key."""
+
+    handler_name: str
+    """The stored name of the handler."""
+    ordering_key: str
+    notification_id: UUID
+    """The notification that parks the key: DEAD or EXPIRED."""
+    event_id: UUID
+    since: datetime
+    blocked: int
+    """The notifications that wait behind, counted up to a bound."""
+    shard: str
+
+
+class LockStatus(Struct, frozen=True, kw_only=True):
+    """A cluster lock: fan-out of a shard, or a partition of a stored handler name."""
+
+    shard: str
+    role: Literal["fanout", "dispatch"]
+    handler_name: str | None
+    partition: int
+    owner: str | None
+    """The process that has taken the lock last, and not given back; ``None`` if the lock is free."""
+    since: datetime | None
+    is_alive: bool | None
+    """True if the owner has reported within three delays; ``None`` without a report, or without an owner."""
+
+
+class OverviewFigures(Struct, frozen=True, kw_only=True):
+    """The figures of all handlers and shards together."""
+
+    undelivered: int
+    oldest_undelivered: float | None
+    due: int
+    oldest_due: float | None
+    waiting: int
+    blocked: int
+    dead: int
+    dead_hour: int
+    parked_keys: int
+    unroutable: int
+    """Notifications of handlers that no process has, and notifications of event versions that no process has."""
+    per_minute: float
+    minutes: tuple[int, ...]
+    lag_p95: float | None
+    in_flight: int
+    stuck: int
+
+
+class Overview(Struct, frozen=True, kw_only=True):
+    """The state of an outbox at a glance.
+
+    Example::
+
+        overview = await outbox.admin.overview()
+        print(overview.level)  # degraded
+        for finding in overview.findings:
+            print(finding.sentence, finding.remedy)
+    """
+
+    level: Level
+    verdict: list[str]
+    """Sentences, the worst first. A single sentence that begins with ``All is well`` if there is no finding."""
+    findings: tuple[Finding, ...]
+    figures: OverviewFigures
+    handlers: tuple[HandlerStatus, ...]
+    """The worst first."""
+    instances: tuple[InstanceStatus, ...]
+    shards: tuple[ShardStatus, ...]
+    namespace: str
+    read_date: datetime
+    """The moment of the overview, by the clock of the first shard. An overview is used again for 1 s."""
+    took: float
+    """The duration of the questions to all shards."""
+
+
+# --- the health of a process ---------------------------------------------------------------------
+
+Phase = Literal["stopped", "starting", "running", "leaving"]
+"""The phase of ``running()``."""
+
 Fit = Literal["fits", "missing", "newer", "unknown"]
-
-SEVERITY: Mapping[Status, int] = {"ok": 0, "degraded": 1, "down": 2}
+"""How the tables of a shard fit this version of outboxio."""
 
 
 class ShardHealth(Struct, frozen=True, kw_only=True):
@@ -73,7 +270,7 @@ class Health(Struct, frozen=True, kw_only=True):
     ``None``: the figure is not known.
     """
 
-    status: Status
+    status: Level
     live: bool
     ready: bool
     reasons: Sequence[str]
@@ -86,150 +283,54 @@ class Health(Struct, frozen=True, kw_only=True):
     unroutable: int | None = None
 
 
-# --- what the database says -----------------------------------------------------------------------
-#
-# What the database says: asked at most once in 5 s, within 1 s, however many callers wait for the answer.
+# --- counts and durations in sentences -----------------------------------------------------------
+
+_UNITS = (("s", 60.0), ("min", 60.0), ("h", 24.0))
+_MOST_NAMED = 3
+_LONGEST_ERROR = 120  # characters
 
 
-logger = log_of(__name__)
-
-FRESH = 5.0  # seconds for which an answer is used again, a failure too
-TIMEOUT = 1.0  # seconds
-CHECKED_AGAIN = 60.0  # seconds between two complete checks of the tables, by a process outside of running()
+def counted(number: int, most: int = MOST) -> str:
+    """A number that was counted up to a bound: ``8,211``, or ``10,000+``."""
+    return f"{most:,}+" if number >= most else f"{number:,}"
 
 
-class ShardAnswer(Struct, frozen=True, kw_only=True):
-    """The end of a question to a shard."""
-
-    asked: float
-    """When the question began, by the event loop's clock."""
-    answered: bool = False
-    refused: bool = False
-    """True if the shard cannot be reached. A question without an end in time is neither answered nor refused."""
-    fit: Fit = "unknown"
+def quantity(number: int, noun: str, most: int = MOST) -> str:
+    """A number with its noun: ``1 key``, ``2 keys``."""
+    return f"{counted(number, most)} {noun}{'' if number == 1 else 's'}"
 
 
-class Told(Struct, frozen=True):
-    """A fault that a rule has found in the tables."""
-
-    rule: str
-    level: Status
-    text: str
+def waiting(number: int, noun: str, most: int = MOST) -> str:
+    """What waits: ``1 event waits``, ``2 events wait``."""
+    return f"{quantity(number, noun, most)} {'waits' if number == 1 else 'wait'}"
 
 
-class Figures(Struct, frozen=True, kw_only=True):
-    """The figures of the tables, and the faults in them."""
-
-    findings: Sequence[Told] = ()
-    """The worst first."""
-    lag: float | None = None
-    oldest_due: Mapping[str, float] = {}
-    unroutable: int | None = None
-    missing: str | None = None
-    """Why there are no figures although the database was asked."""
-
-
-class FigureSource(Protocol):
-    """Reads the figures of all shards. May raise the errors of a database."""
-
-    async def figures(self) -> Figures:
-        """Read the figures."""
-        ...
+def spoken(seconds: float) -> str:
+    """A duration, as exact as a person needs: ``0.4 s``, ``14 min``, ``3 h``, ``2 days``."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    for unit, size in _UNITS:
+        if round(seconds) < 2 * size:
+            return f"{round(seconds)} {unit}"
+        seconds /= size
+    return f"{round(seconds)} days"
 
 
-class Answers(Struct, frozen=True, kw_only=True):
-    """The last answers of the database."""
-
-    shards: Mapping[str, ShardAnswer] = {}
-    figures: Figures = Figures()
-
-
-class Questions:
-    """Asks the database, and keeps the answers."""
-
-    def __init__(self, namespace: str, shards: Mapping[str, ShardRuntime], source: FigureSource | None) -> None:
-        self._namespace = namespace
-        self._shards = shards
-        self._source = source
-        self._is_told = False
-        self.begin_anew()
-
-    def begin_anew(self) -> None:
-        """Forget the answers and the lock of a former event loop."""
-        self.last = Answers()
-        self._read_at = float("-inf")
-        self._checked: dict[str, float] = {}
-        self._turn = asyncio.Lock()
-
-    async def answers(self, patience: float = TIMEOUT) -> Answers:
-        """The answers of the last 5 s, or new answers within ``patience`` seconds. Never raises a database's error."""
-        if self._is_old():
-            async with self._turn:
-                if self._is_old():
-                    self.last = await self._ask(patience)
-                    self._read_at = machine.monotonic()
-        return self.last
-
-    def _is_old(self) -> bool:
-        return machine.monotonic() - self._read_at >= FRESH
-
-    async def _ask(self, patience: float) -> Answers:
-        began = machine.monotonic()
-        answers = await asyncio.gather(*(self._ask_shard(name, patience) for name in self._shards))
-        shards = dict(zip(self._shards, answers, strict=True))
-        left = began + patience - machine.monotonic()
-        figures = Figures(missing=f"no shard has answered within {patience:g} s")
-        if any(answer.answered for answer in answers):
-            figures = await self._figures(left, patience)
-        return Answers(shards=shards, figures=figures)
-
-    async def _figures(self, left: float, patience: float) -> Figures:
-        """The figures, within the seconds ``left`` of ``patience``."""
-        if self._source is None:
-            return Figures()
-        limit = asyncio.timeout(left)
-        try:
-            async with limit:
-                figures = await self._source.figures()
-        except Exception as error:
-            if limit.expired():
-                return Figures(missing=f"the overview was not read within {patience:g} s")
-            level = logging.DEBUG if self._is_told else logging.WARNING
-            logger.log(level, "the figures of health() could not be read: %s", error, error_type=type_name(error))
-            self._is_told = True
-            return Figures(missing=f"the overview could not be read: {without_passwords(log_text(error))}")
-        self._is_told = False
-        return figures
-
-    async def _ask_shard(self, name: str, patience: float) -> ShardAnswer:
-        shard, asked = self._shards[name], asyncio.get_running_loop().time()
-        try:
-            async with asyncio.timeout(patience):
-                await self._question(shard)
-        except TimeoutError:
-            return ShardAnswer(asked=asked)
-        except Exception as error:
-            logger.debug("shard %s does not answer the question of health(): %s", name, error)
-            is_unreachable = isinstance(error, DatabaseUnavailable) or shard.database.is_unreachable(error)
-            fit: Fit = "missing" if shard.database.lacks_schema(error) else fit_of(error)
-            return ShardAnswer(asked=asked, answered=not is_unreachable, refused=is_unreachable, fit=fit)
-        return ShardAnswer(asked=asked, answered=True, fit="fits")
-
-    async def _question(self, shard: ShardRuntime) -> None:
-        """A short statement on a small table.
-
-        A process in ``running()`` has checked the tables at the start. Later a newer version may migrate the tables
-        while this process goes on, so only a process outside of ``running()`` checks the tables.
-        """
-        if shard.work is None and machine.monotonic() - self._checked.get(shard.name, float("-inf")) >= CHECKED_AGAIN:
-            await shard.database.schema.check()
-            self._checked[shard.name] = machine.monotonic()
-        await shard.clock.measure(shard.database.now)
-        await shard.database.subscriptions.pauses(self._namespace)
+def past(seconds: float) -> str:
+    """How long ago a moment is, as exact as a person needs: ``just now``, ``4 s ago``, ``14 min ago``."""
+    if seconds < 1:
+        return "just now"
+    return f"{seconds:.0f} s ago" if seconds < 10 else f"{spoken(seconds)} ago"
 
 
-def fit_of(error: Exception) -> Fit:
-    """How the tables fit, by the error of a check."""
-    if isinstance(error, SchemaNewer):
-        return "newer"
-    return "missing" if isinstance(error, SchemaError) else "unknown"
+def brief(error: str) -> str:
+    """An error in a line of at most 120 characters."""
+    line = " ".join(error.split())
+    return line if len(line) <= _LONGEST_ERROR else f"{line[: _LONGEST_ERROR - 3]}..."
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names: ``a``, ``b``, ``c`` and 2 more."""
+    shown = ", ".join(f"`{name}`" for name in names[:_MOST_NAMED])
+    more = len(names) - _MOST_NAMED
+    return f"{shown} and {more} more" if more > 0 else shown

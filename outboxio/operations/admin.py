@@ -6,12 +6,12 @@ from outboxio.operations.arguments import given_name
 from outboxio.operations.handlers import HandlerOrders
 from outboxio.operations.jobs import JobOrders
 from outboxio.operations.notifications import NotificationOrders
-from outboxio.operations.overview.questions import OverviewQuestions
 from outboxio.operations.partitions.orders import PartitionOrders
 from outboxio.operations.queries.actions import ActionQuestions, OperationQuestions
 from outboxio.operations.queries.events import EventQuestions
 from outboxio.operations.queries.history import HistoryQuestions
 from outboxio.operations.queries.notifications import Questions
+from outboxio.operations.queries.overview import OverviewQuestions
 from outboxio.operations.recorder import By
 
 
@@ -59,4 +59,4 @@ class Admin(
             admin = outbox.admin.by("ada@example.org", origin="dashboard")
             await admin.pause("invoice-pdf", reason="the PDF service moves")
         """
-        return Admin(self._setup, By(given_name(actor, "actor"), given_name(origin, "origin")[:24]), self._overviews)
+        return Admin(self._setup, By(given_name(actor, "actor"), given_name(origin, "origin")[:24]))

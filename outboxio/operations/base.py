@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from msgspec import Struct
 
 from outboxio.errors import RightsMissing
 from outboxio.handlers.handler import HandlerRegistry
+from outboxio.health.overview import OverviewReader
 from outboxio.model.event import EventTypes
 from outboxio.model.redaction import Redact
 from outboxio.operations.arguments import Known
@@ -31,13 +32,14 @@ class AdminSetup(Struct, frozen=True, kw_only=True):
     """The name of this process in ``leases`` and ``operations``."""
     ends: Ends
     """Of bulk orders."""
+    overviews: OverviewReader
+    """Shared with ``outbox.health()``."""
 
 
 class AdminBase:
     """The base class of all parts of ``Admin``."""
 
-    def __init__(self, setup: AdminSetup, by: By, order_ended: Callable[[], None]) -> None:
-        """``order_ended`` is called at the end of each order."""
+    def __init__(self, setup: AdminSetup, by: By) -> None:
         self._setup = setup
         self._namespace = setup.namespace
         self._settings = setup.settings
@@ -46,7 +48,9 @@ class AdminBase:
         self._redact = setup.redact
         self._shards = AdminShards(setup.shards, setup.owner)
         self._known = Known(setup.namespace, setup.handlers, setup.types)
-        self._recorder = Recorder(setup.namespace, self._shards, setup.process, by, setup.redact, order_ended)
+        self._recorder = Recorder(
+            setup.namespace, self._shards, setup.process, by, setup.redact, setup.overviews.operation_ended
+        )
 
     async def explained(self, error: Exception) -> Exception:
         """The error to show: :class:`RightsMissing` if a database has refused to read a table, or else ``error``."""

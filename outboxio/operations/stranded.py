@@ -18,9 +18,8 @@ from msgspec import Struct
 
 from outboxio.handlers.options import LONGEST_UNSEEN
 from outboxio.loops.loop import NOTHING, RoundResult
-from outboxio.operations.partitions.owners import counts_of
 from outboxio.settings import Settings
-from outboxio.storage.protocols import Database, slots_of
+from outboxio.storage.protocols import Database, counts_of, slots_of
 from outboxio.support.clock import Clock, ShardClock
 from outboxio.support.log import log_of
 

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from datetime import timedelta
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from msgspec.structs import astuple
 
@@ -27,11 +27,12 @@ from outboxio.support.aio import to_the_end
 from outboxio.support.duration import parse_duration
 from outboxio.support.log import log_of, type_name
 
+if TYPE_CHECKING:
+    from outboxio.health.values import Phase
+
 logger = log_of(__name__)
 
 _FOR_EVER = timedelta(days=36_500)
-
-Phase = Literal["stopped", "starting", "running", "leaving"]
 
 
 class Closes(Protocol):

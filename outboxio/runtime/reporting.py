@@ -12,10 +12,10 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from outboxio.handlers.handler import Handler
+from outboxio.health.reporter import Reporter
+from outboxio.loops.loop import NOTHING, RoundResult
 from outboxio.loops.standstill import lag_of
 from outboxio.model.lock_name import LockName
-from outboxio.operations.reporting.figures import FigureReader
-from outboxio.operations.reporting.reporter import Reporter
 from outboxio.runtime.environment import Environment, Roles
 from outboxio.statistics.handlers import AnyRest
 from outboxio.support import machine
@@ -42,10 +42,8 @@ class RunReporting:
             environment.namespace, environment.owner, __version__, shard.database, shard.clock, shard.minutes,
             content=self.live.report, fans_out=fans_out, drains=drains,
         )  # fmt: skip
-        self.figures = FigureReader(
-            environment.namespace, shard.database, environment.handlers, shard.clock, shard.statistics,
-            fans_out=fans_out, seen_since=run.announcer.seen_since,
-        )  # fmt: skip
+        self._collector = shard.collector()
+        self._fans_out = fans_out
         self._shard = shard.name
         self._statistics = shard.statistics
         shard.statistics.follow(run.counters)
@@ -66,6 +64,16 @@ class RunReporting:
     def shown(self) -> AbstractContextManager[None]:
         """Show the shard run in metrics while the block lasts."""
         return self._statistics.showing(self.live)
+
+    async def read_figures(self) -> RoundResult:
+        """Read the figures of the tables, if metrics want them and this process fans out."""
+        is_wanted = self._statistics.figures_wanted and self._fans_out()
+        try:
+            self._statistics.figures = await self._collector.figures() if is_wanted else None
+        except BaseException:
+            self._statistics.figures = None  # old figures would hide that the tables cannot be read
+            raise
+        return NOTHING
 
     async def leave(self) -> None:
         """Write the last numbers, and remove the report of this process, within 5 s: the database may be gone."""

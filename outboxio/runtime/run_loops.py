@@ -12,7 +12,6 @@ from outboxio.dispatch.dispatcher import Dispatcher
 from outboxio.fanout.fanout import Fanout
 from outboxio.jobs.scheduler import JobScheduler
 from outboxio.loops.loop import FOR_EVER, Loop, PollSchedule, Signals
-from outboxio.operations.reporting.figures import FIGURES_DELAY
 from outboxio.operations.retention import Housekeeping
 from outboxio.operations.takeover import LOOK_DELAY, Takeover
 from outboxio.runtime.environment import Roles
@@ -25,11 +24,8 @@ from outboxio.support.aio import Signal
 from outboxio.telemetry.protocol import Round
 
 HOUSEKEEPING_DELAY = 30.0
-
-
 QUICKEST_FANOUT = 0.002  # seconds: under steady load events come all the time
-
-
+FIGURES_DELAY = 15.0  # seconds between two reads of the figures for metrics
 SETTLE_DELAY = 1.0
 
 
@@ -96,7 +92,7 @@ class RunLoops:
         self.retention = loop("retention", purge, PollSchedule(housekeeping.purge_delay))
         self.reports = loop("reports", reporter.run_once, every(reporter.delay))
         self.jobs = loop("jobs", jobs.run_once, PollSchedule(jobs.delay), signals.jobs) if jobs.locks else None
-        self.figures = loop("figures", services.reporting.figures.run_once, every(FIGURES_DELAY))
+        self.figures = loop("figures", services.reporting.read_figures, every(FIGURES_DELAY))
 
     def began_to_fan_out(self) -> None:
         """This process fans out from now on, and so does what only the process that fans out does."""

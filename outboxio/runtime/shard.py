@@ -26,11 +26,12 @@ from outboxio.support.clock import ShardClock
 from outboxio.support.log import Fields, shared_fields
 
 if TYPE_CHECKING:
+    from outboxio.health.collector import Collector
+    from outboxio.health.reporter import MinuteKeeper
     from outboxio.inbox.inline import InlineRunner
     from outboxio.jobs.runner import JobSetup
     from outboxio.jobs.scheduler import JobScheduler
     from outboxio.operations.recorder import AdminShard
-    from outboxio.operations.reporting.reporter import MinuteKeeper
     from outboxio.operations.takeover import Takeover
     from outboxio.runtime.shard_run import ShardRun
 
@@ -75,7 +76,7 @@ class ShardRuntime:
     @cached_property
     def minutes(self) -> MinuteKeeper:
         """The runs of each minute, for the table."""
-        from outboxio.operations.reporting.reporter import MinuteKeeper
+        from outboxio.health.reporter import MinuteKeeper
 
         return MinuteKeeper(self.statistics)
 
@@ -142,6 +143,16 @@ class ShardRuntime:
 
         return AdminShard(
             self.database, self.clock, self.changed_by_hand, self.partitions_changed, self.operation_ordered
+        )
+
+    def collector(self) -> Collector:
+        """Reads the facts of this shard, for ``outbox.admin`` and ``outbox.health()``."""
+        from outboxio.health.collector import Collector
+
+        environment = self.environment
+        ttl = environment.settings.subscription_ttl
+        return Collector(
+            environment.namespace, self.database, self.clock, environment.handlers, ttl, environment.redact
         )
 
     def changed_by_hand(self) -> None:

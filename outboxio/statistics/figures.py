@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
 
 from msgspec import Struct
 
@@ -105,9 +104,6 @@ class Counters(Struct):
 # Figures: the numbers of the tables that metrics show, as the holder of the fan-out lock has last read them.
 
 
-MOST_COUNTED = 10_000  # rows of a handler; a larger number shows as this number
-
-
 class HandlerFigures(Struct, frozen=True, kw_only=True):
     """The notifications of a handler. Every number is counted up to a bound."""
 
@@ -135,9 +131,8 @@ class JobFigures(Struct, frozen=True, kw_only=True):
 
 
 class Figures(Struct, frozen=True, kw_only=True):
-    """The tables of a shard at a moment."""
+    """The tables of a shard."""
 
-    moment: datetime
     handlers: Mapping[str, HandlerFigures] = {}
     """By the present name of the handler, or the stored name without a handler here."""
     jobs: Mapping[str, JobFigures] = {}

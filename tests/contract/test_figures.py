@@ -7,11 +7,10 @@ from typing import Any
 from uuid import uuid4
 
 from outboxio import EventEnvelope, Outbox, RetryPolicy, Unprocessable
-from outboxio.operations.reporting.figures import FigureReader
 from outboxio.statistics.figures import Figures, HandlerFigures
 from outboxio.testing import MovableClock
 from tests.kit.app import Emit, Look, MoneyDeposited, WalletOpened, eventually
-from tests.kit.inside import clock_of, database_of, run_of, shard_of
+from tests.kit.inside import run_of, shard_of
 from tests.kit.marks import needs_partitions
 from tests.kit.probes import doing
 from tests.kit.spies import watch
@@ -21,12 +20,8 @@ Envelope = EventEnvelope[MoneyDeposited]
 
 async def figures_of(outbox: Outbox, clock: MovableClock) -> Figures:
     """What the process that fans out would read now."""
-    shard = shard_of(outbox)
-    reader = FigureReader(
-        outbox.namespace, database_of(outbox), shard.environment.handlers, clock_of(outbox), shard.statistics,
-        fans_out=lambda: True, seen_since=lambda: clock.now() - outbox.settings.subscription_ttl,
-    )  # fmt: skip
-    return await reader.read()
+    figures: Figures = await shard_of(outbox).collector().figures()
+    return figures
 
 
 async def emit(outbox: Outbox, *amounts: int, key: str | None = None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from outboxio import Outbox
-from outboxio.health import values
+from outboxio.health import reader
 from tests.kit.app import Look, eventually, opened
 from tests.kit.inside import run_of
 
@@ -36,13 +36,13 @@ async def test_an_outbox_is_well_in_running_and_outside(database_url: str) -> No
 async def test_tables_that_are_missing_or_newer_are_told(
     database_url: str, look: Look, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(values, "FRESH", 0.0)
+    monkeypatch.setattr(reader, "FRESH", 0.0)
     async with Outbox(database_url, namespace="app") as outbox:
         missing = await outbox.health()
         await outbox.migrate()
         well = await outbox.health()
         await look.fetch("INSERT INTO {schema_versions} VALUES (9999, '9999_later.sql', '2030-01-01 00:00:00')")
-        monkeypatch.setattr(values, "CHECKED_AGAIN", 0.0)
+        monkeypatch.setattr(reader, "CHECKED_AGAIN", 0.0)
         newer = await outbox.health()
 
     assert [health.shards["default"].schema for health in (missing, well, newer)] == ["missing", "fits", "newer"]
@@ -53,8 +53,8 @@ async def test_tables_that_are_missing_or_newer_are_told(
 async def test_a_newer_migration_takes_no_running_process_out_of_service(
     database_url: str, look: Look, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(values, "FRESH", 0.0)
-    monkeypatch.setattr(values, "CHECKED_AGAIN", 0.0)
+    monkeypatch.setattr(reader, "FRESH", 0.0)
+    monkeypatch.setattr(reader, "CHECKED_AGAIN", 0.0)
     async with opened(Outbox(database_url, namespace="app")) as outbox, outbox.running():
         await look.fetch("INSERT INTO {schema_versions} VALUES (9999, '9999_later.sql', '2030-01-01 00:00:00')")
         health = await outbox.health()

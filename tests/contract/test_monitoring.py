@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from outboxio import EventEnvelope, Unprocessable
+from outboxio.health.rules import RULE_NAMES
 from outboxio.integrations.prometheus import OutboxCollector, metrics_text
-from outboxio.operations.overview.rules import RULE_NAMES
 from outboxio.testing import memory_outbox
 from tests.kit import promtool
 from tests.kit.app import Emit, MoneyDeposited, eventually

@@ -16,9 +16,10 @@ import pytest
 
 from outboxio import Event, EventEnvelope, Outbox, RetryPolicy, Unavailable, Unprocessable
 from outboxio.dashboard import Dashboard, allow_all
+from outboxio.health import collector
+from outboxio.health import overview as questions
+from outboxio.health.rules import RULE_NAMES
 from outboxio.model.lock_name import LockName
-from outboxio.operations.overview import collector, questions
-from outboxio.operations.overview.rules import RULE_NAMES
 from outboxio.storage.protocols import HandlerMinute, InstanceReport
 from outboxio.support.clock import utc_now
 from outboxio.testing import MovableClock

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from outboxio import EventEnvelope, Outbox
-from outboxio.operations.reporting.reporter import KEEP_MINUTES, KEEP_REPORTS
+from outboxio.health.reporter import KEEP_MINUTES, KEEP_REPORTS
 from outboxio.storage.protocols.operating import HandlerMinute, InstanceReport
 from outboxio.testing import MovableClock, memory_outbox
 from tests.kit.app import Emit, MoneyDeposited, WalletOpened, eventually

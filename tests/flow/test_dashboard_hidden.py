@@ -12,8 +12,8 @@ from msgspec.structs import replace
 from outboxio import Event, EventEnvelope, Filter, Outbox, RetryPolicy
 from outboxio.dashboard import Access, Dashboard
 from outboxio.dashboard.pages.overview import without_messages
+from outboxio.health.values import Finding
 from outboxio.model.notification import State
-from outboxio.operations.overview.values import Finding
 from tests.kit.dashboards import browser, send_form
 
 pytestmark = pytest.mark.usefixtures("patient_pages")

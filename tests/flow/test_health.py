@@ -29,10 +29,10 @@ SHOP = """
 import asyncio, os, time
 from pathlib import Path
 from outboxio import Event, EventEnvelope, Outbox, Settings
-from outboxio.health import verdict
+from outboxio.health import facts
 from outboxio.loops import loop as pulse
 
-verdict.REACHED_WITHIN = 3.0
+facts.REACHED_WITHIN = 3.0
 pulse.LONGEST_ROUND = 1.0
 pulse.SHORTEST = 1.5
 

@@ -150,7 +150,7 @@ def tell_outcomes(ended: Callable[[Outcome], None]) -> None:
 
 async def fresh_overview(outbox: Outbox) -> Overview:
     """``outbox.admin.overview()``, read anew, with a complete check of the tables."""
-    reader = outbox.admin._overviews
+    reader = outbox._health.overviews
     reader._read_at = float("-inf")
     for collector in reader._collectors:
         collector._checked_at = float("-inf")

@@ -59,7 +59,7 @@ def test_every_command_answers_machines(name: str) -> None:
 
 
 def test_every_remedy_of_the_overview_is_a_command_with_its_options() -> None:
-    source = (ROOT / "outboxio" / "operations" / "overview" / "rules.py").read_text()
+    source = (ROOT / "outboxio" / "health" / "rules.py").read_text()
     remedies = re.findall(r'"outboxio (\S+?)((?: --?[a-z][a-z-]*|[ {][^"]*)*)"', source)
 
     assert len(remedies) >= 15

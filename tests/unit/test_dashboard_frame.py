@@ -22,9 +22,8 @@ from outboxio.dashboard import RIGHTS, Access, Dashboard, allow_all, basic_auth
 from outboxio.dashboard.app import ORDERS, PAGES
 from outboxio.dashboard.asked import Asked, checked_back
 from outboxio.dashboard.guard import HEADERS
-from outboxio.dashboard.pages.overview import MENDS
 from outboxio.dashboard.view import view_of
-from outboxio.operations.overview.rules import RULE_NAMES
+from outboxio.health.rules import RULE_NAMES, RULES
 from outboxio.testing import memory_outbox
 from tests.kit.dashboards import BASE, browser, send_form
 
@@ -394,8 +393,10 @@ async def test_a_page_that_fails_says_so_as_html_and_as_json(outbox: Outbox) -> 
 # --- the rest -------------------------------------------------------------------------------------
 
 
-def test_each_rule_of_the_verdict_has_a_page_that_mends_it() -> None:
-    assert MENDS.keys() == set(RULE_NAMES)
+def test_each_rule_about_tables_has_a_page_that_helps() -> None:
+    pages = {rule.name: rule.see[0] for rule in RULES if rule.see is not None}
+    assert pages.keys() == set(RULE_NAMES)
+    assert set(pages.values()) <= {page.name for page in PAGES}
 
 
 async def test_the_overview_has_the_verdict_as_html_and_the_same_facts_as_json(outbox: Outbox) -> None:

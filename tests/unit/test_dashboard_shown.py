@@ -18,11 +18,10 @@ from outboxio.dashboard import Access, Dashboard, allow_all
 from outboxio.dashboard.pages import ORDERS
 from outboxio.dashboard.pages.overview import parted, without_messages
 from outboxio.dashboard.showing import charts, shown
+from outboxio.health.values import Finding, past
 from outboxio.model.notification import State
 from outboxio.model.operating.groups import HistoryPoint
 from outboxio.model.operating.operation import OperationState
-from outboxio.operations.overview.values import Finding
-from outboxio.operations.overview.wording import past
 from outboxio.testing import memory_outbox
 from tests.kit.dashboards import browser
 

@@ -6,19 +6,19 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 
 import httpx
 import pytest
 
 from outboxio import EventEnvelope, Health, Outbox, Settings, health_app
-from outboxio.health import reader, values, verdict
-from outboxio.health.reader import OverviewSource
-from outboxio.health.values import Figures, Told
+from outboxio.health import reader
+from outboxio.health.facts import Facts, HandlerFacts, InstanceFacts, LockFacts, ShardFacts
+from outboxio.health.overview import overview_of
+from outboxio.health.values import Overview
 from outboxio.loops import standstill
-from outboxio.operations.overview.facts import Facts, ShardFacts
-from outboxio.operations.overview.summary import overview_of
+from outboxio.storage.protocols import Waiting
 from outboxio.testing import memory_outbox
 from tests.kit.app import Emit, MoneyDeposited, eventually, hang
 from tests.kit.inside import database_of, run_of
@@ -94,7 +94,7 @@ async def test_callers_at_the_same_time_share_one_question_for_5_s(monkeypatch: 
         await outbox.health()
         assert asked.number == 1
 
-        monkeypatch.setattr(values, "FRESH", 0.0)
+        monkeypatch.setattr(reader, "FRESH", 0.0)
         await outbox.health()
         assert asked.number == 2
 
@@ -140,50 +140,60 @@ async def test_a_caller_that_gives_up_leaves_the_question_to_the_next_caller(mon
 async def test_health_without_the_figures_of_the_tables_is_never_ok(
     fault: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def overview() -> Any:
+    async def read() -> Any:
         if fault == "late":
             await hang()
         if fault == "raises":
             raise RuntimeError("no right: postgresql://shop:secret@db/shop")
-        return overview_of(Facts(namespace="app", shards=[ShardFacts(name="default", now=NOON, error="refused")]))
+        return read_from(ShardFacts(name="default", now=NOON, error="refused"))
 
     async with memory_outbox() as outbox, outbox.running():
         if fault == "no shard answers":
             Asked(outbox, monkeypatch).late = 60.0
         else:
-            monkeypatch.setattr(outbox._health._questions, "_source", OverviewSource(overview))
+            monkeypatch.setattr(outbox._health.overviews, "read", read)
         health = await outbox._health.read(0.1)
 
     assert (health.status, health.ready) == ("degraded", True)
     assert health.reasons == (f"faults in the tables are not known, because {reason}",)
 
 
-async def test_the_figures_of_the_tables_join_the_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = Told("handler_behind", "degraded", "ship is behind")
+def read_from(shard: ShardFacts) -> tuple[Facts, Overview]:
+    facts = Facts(namespace="app", shards=[shard])
+    return facts, overview_of(facts)
 
-    class Source:
-        async def figures(self) -> Figures:
-            return Figures(findings=[told], lag=2.0, oldest_due={"ship": 90.0})
+
+async def test_the_facts_of_the_tables_join_those_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = InstanceFacts(instance="w", version="1", started=NOON, last_seen=NOON, is_alive=True)
+    ship = HandlerFacts(
+        name="ship", event_types=("Paid",), due=7, oldest_due=NOON - timedelta(seconds=90), last_seen=NOON,
+        locks=[LockFacts(owner="w")],
+    )  # fmt: skip
+    waits = {"Paid": Waiting(1, NOON - timedelta(seconds=2))}
+    shard = ShardFacts(name="default", now=NOON, handlers=[ship], instances=[worker], undelivered=waits)
+
+    async def read() -> Any:
+        return read_from(shard)
 
     async with memory_outbox() as outbox:
-        monkeypatch.setattr(outbox._health._questions, "_source", Source())
+        monkeypatch.setattr(outbox._health.overviews, "read", read)
         async with outbox.running():
             health = await outbox.health()
 
-    assert (health.status, health.ready, health.reasons) == ("degraded", True, ("ship is behind",))
+    behind = "`ship` is behind: oldest due 90 s, 7 waiting."
+    assert (health.status, health.ready, health.reasons) == ("degraded", True, (behind,))
     assert (health.lag, health.oldest_due) == (2.0, {"ship": 90.0})
 
 
 async def test_figures_that_cannot_be_read_are_unknown_and_told_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Source:
-        async def figures(self) -> Figures:
-            raise ValueError("no overview")
+    async def read() -> Any:
+        raise ValueError("no overview")
 
-    monkeypatch.setattr(values, "FRESH", 0.0)
+    monkeypatch.setattr(reader, "FRESH", 0.0)
     async with memory_outbox() as outbox:
-        monkeypatch.setattr(outbox._health._questions, "_source", Source())
+        monkeypatch.setattr(outbox._health.overviews, "read", read)
         healths = [await outbox.health() for _ in range(3)]
 
     assert {(health.status, health.lag, health.unroutable) for health in healths} == {("degraded", None, None)}
@@ -257,8 +267,7 @@ async def test_a_second_event_loop_reads_the_health_through_the_event_loop_of_th
 
 @pytest.mark.real_time("the event loop is truly blocked")
 async def test_a_blocked_event_loop_is_not_live_for_a_second_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verdict, "LONG_STANDSTILL", 0.5)
-    monkeypatch.setattr(reader, "LONG_STANDSTILL", 0.5)
+    monkeypatch.setattr(reader, "LONGEST_BLOCK", 0.5)
 
     async def over_http() -> httpx.Response:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(health_app(outbox)), base_url="http://x") as client:
@@ -296,7 +305,7 @@ async def test_an_outbox_whose_event_loop_is_closed_is_read_and_not_bound() -> N
 
 
 async def test_handlers_run_while_probes_ask(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(values, "FRESH", 0.0)
+    monkeypatch.setattr(reader, "FRESH", 0.0)
     async with memory_outbox() as outbox:
         done: list[int] = []
 

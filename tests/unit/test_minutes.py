@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import datetime, timedelta
 
-from outboxio.operations.reporting.reporter import MOST_UNWRITTEN, MinuteKeeper
+from outboxio.health.reporter import MOST_UNWRITTEN, MinuteKeeper
 from outboxio.statistics.shard import ShardStatistics
 
 NOON = datetime(2030, 1, 1, 12)

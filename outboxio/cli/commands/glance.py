@@ -15,8 +15,8 @@ from outboxio.cli.commands.rows import Column, Rows
 from outboxio.cli.inside import admin_of, databases
 from outboxio.cli.options import with_outbox
 from outboxio.cli.target import TargetError
-from outboxio.operations.overview.rules import RULE_NAMES
-from outboxio.operations.overview.values import HandlerStatus, InstanceStatus, Overview
+from outboxio.health.rules import RULE_NAMES
+from outboxio.health.values import HandlerStatus, InstanceStatus, Overview
 from outboxio.outbox import Outbox
 
 _MARKS = {"ok": ("ok", "green"), "degraded": ("..", "yellow"), "down": ("NO", "bold red")}
@@ -35,7 +35,7 @@ async def doctor(outbox: Outbox, *, as_json: bool) -> Exit:
                 line(("      to mend it  ", "dim"), with_outbox(finding.remedy)),
             )
     else:
-        say(*_verdict(overview))
+        say(*_findings(overview))
     return _code(overview, Exit.FINE if overview.level == "ok" else Exit.NO)
 
 
@@ -109,8 +109,8 @@ async def watch(outbox: Outbox, every: float, *, as_json: bool) -> Exit:
 
 
 def shown(overview: Overview) -> RenderableType:
-    """The overview as people read it: the verdict, the figures, the handlers, the processes."""
-    parts: list[RenderableType] = [*_verdict(overview), Text(""), _figures(overview)]
+    """The overview as people read it: the findings, the figures, the handlers, the processes."""
+    parts: list[RenderableType] = [*_findings(overview), Text(""), _figures(overview)]
     if overview.handlers:
         parts += [Text(""), _handlers(overview.handlers)]
     parts += [Text(""), _processes(overview.instances)]
@@ -125,7 +125,7 @@ def _code(overview: Overview, code: Exit = Exit.FINE) -> Exit:
     return Exit.UNREACHABLE if lost else code
 
 
-def _verdict(overview: Overview) -> list[RenderableType]:
+def _findings(overview: Overview) -> list[RenderableType]:
     if not overview.findings:
         return [line(_MARKS["ok"], f"  {sentence}") for sentence in overview.verdict]
     return [line(_MARKS[finding.level], f"  {finding.sentence}") for finding in overview.findings]

@@ -19,7 +19,7 @@ from outboxio.cli.commands.cluster import unowned_with_due_rows
 from outboxio.cli.inside import admin_of, databases, health_of
 from outboxio.cli.target import TargetError
 from outboxio.errors import OutboxError
-from outboxio.health.verdict import PHASES
+from outboxio.health.rules import NOT_RUNNING
 from outboxio.operations.partitions.owners import HandlerPartitions, in_ranges
 from outboxio.operations.stranded import Stranded
 from outboxio.outbox import Outbox
@@ -227,7 +227,7 @@ async def ask_database(outbox: Outbox, question: Question, *, as_json: bool) -> 
     told: dict[str, Any] = msgspec.to_builtins(health)
     left_out = ("live", "ready", "phase", "loops", "stuck")
     told = {key: value for key, value in told.items() if key not in left_out}
-    told["reasons"] = [reason for reason in health.reasons if reason != PHASES["stopped"]]
+    told["reasons"] = [reason for reason in health.reasons if reason != NOT_RUNNING["stopped"]]
     exit = _tell(health.status, told, question, is_fine=health.status != "down", as_json=as_json)
     if all(shard.reachable is False for shard in health.shards.values()):
         return Exit.UNREACHABLE

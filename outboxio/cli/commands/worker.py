@@ -25,9 +25,8 @@ from outboxio.handlers.handler import Handler
 from outboxio.health.pages import serve_health
 from outboxio.health.systemd import ServiceManager
 from outboxio.model.operating.groups import Filter
-from outboxio.operations.partitions.owners import counts_of
 from outboxio.outbox import Drained, Outbox
-from outboxio.storage.protocols import slots_of
+from outboxio.storage.protocols import counts_of, slots_of
 from outboxio.support.duration import format_duration
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)

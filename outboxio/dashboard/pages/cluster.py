@@ -15,8 +15,8 @@ from outboxio.dashboard.lists import OTHER_WORDS, handler_names
 from outboxio.dashboard.pages.handlers import links_of, overview_for
 from outboxio.dashboard.showing.shown import STATES, TERMS
 from outboxio.dashboard.view import View
+from outboxio.health.values import Finding, InstanceStatus, KeyStatus, LockStatus, ShardStatus
 from outboxio.model.operating.operation import JobRow, Operation
-from outboxio.operations.overview.values import Finding, InstanceStatus, KeyStatus, LockStatus, ShardStatus
 from outboxio.operations.partitions.owners import in_ranges
 from outboxio.support.codec import made_from
 from outboxio.support.duration import format_duration

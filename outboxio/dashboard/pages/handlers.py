@@ -13,13 +13,13 @@ from outboxio.dashboard.filters import refuse_unknown_words
 from outboxio.dashboard.lists import OTHER_WORDS, in_time
 from outboxio.dashboard.pages.notifications import GroupRow, group_rows
 from outboxio.dashboard.pages.operations import without_errors
-from outboxio.dashboard.pages.overview import mended_at, without_messages
+from outboxio.dashboard.pages.overview import fixed_at, without_messages
 from outboxio.dashboard.view import Refused, View
 from outboxio.errors import UnknownHandler
 from outboxio.handlers.options import DEFAULT_OPTIONS, changed
+from outboxio.health.values import Finding, HandlerStatus, InstanceStatus, KeyStatus, Overview
 from outboxio.model.operating.groups import Filter, HandlerHistory
 from outboxio.model.operating.operation import Operation
-from outboxio.operations.overview.values import Finding, HandlerStatus, InstanceStatus, KeyStatus, Overview
 from outboxio.operations.partitions.owners import HandlerPartitions
 from outboxio.outbox import Outbox
 from outboxio.statistics.figures import DURATIONS, LAGS
@@ -61,7 +61,7 @@ async def overview_for(asked: Asked) -> Overview:
 
 def links_of(findings: Sequence[Finding], asked: Asked) -> dict[Finding, tuple[str, str] | None]:
     """The address at which each finding is mended, unless this is the address, and the words of the link."""
-    links = {finding: mended_at(finding, asked) for finding in findings}
+    links = {finding: fixed_at(finding, asked) for finding in findings}
     here = asked.here().partition("?")[0]
     return {finding: None if link is None or link[0] == here else link for finding, link in links.items()}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 
 from msgspec import Struct
@@ -12,8 +12,9 @@ from msgspec.structs import replace
 from outboxio.dashboard.asked import Asked
 from outboxio.dashboard.view import PATIENCE, View
 from outboxio.errors import OutboxError
+from outboxio.health.rules import RULES
+from outboxio.health.values import Finding, HandlerStatus, KeyStatus, Overview
 from outboxio.model.operating.groups import Filter, Group
-from outboxio.operations.overview.values import Finding, HandlerStatus, KeyStatus, Overview
 from outboxio.operations.queries.filters import query_of
 from outboxio.support.clock import utc_now
 
@@ -45,47 +46,13 @@ class OverviewFacts(Struct, frozen=True):
     needs: Needs
 
 
-class Mend(Struct, frozen=True):
-    """Where a finding is mended: a page, and the words of the link."""
-
-    page: str
-    words: str
-    by_handler: bool = False
-    """True if the page has a filter by handler, or is the page of the handler."""
-
-
-MENDS: Mapping[str, Mend] = {
-    "shard_unreachable": Mend("shards", "Shards"),
-    "schema_behind": Mend("shards", "Shards"),
-    "no_instance": Mend("instances", "Instances"),
-    "lock_without_holder": Mend("instances", "Instances and locks"),
-    "partition_unowned": Mend("instances", "Instances and locks"),
-    "fanout_behind": Mend("shards", "Shards"),
-    "handler_behind": Mend("handler", "See the handler", by_handler=True),
-    "handler_failing": Mend("handler", "See the handler", by_handler=True),
-    "handler_resting": Mend("handler", "See the handler", by_handler=True),
-    "new_dead": Mend("dead", "See the dead letters", by_handler=True),
-    "parked_keys": Mend("keys", "See the keys", by_handler=True),
-    "stuck_runs": Mend("instances", "Instances"),
-    "unroutable": Mend("notifications", "See the notifications", by_handler=True),
-    "event_without_handler": Mend("events", "See the events"),
-    "paused_long": Mend("handler", "See the handler", by_handler=True),
-    "clock_off": Mend("instances", "Instances"),
-    "operation_failed": Mend("operations", "Operations"),
-    "job_late": Mend("jobs", "Jobs"),
-    "job_failing": Mend("jobs", "Jobs"),
-    "job_stuck": Mend("jobs", "Jobs"),
-}
-"""The page that mends a finding, by the name of the rule."""
-
-
 async def overview(asked: Asked) -> View:
     """The verdict, six figures, the handlers worst first, what needs a person, instances and shards."""
     found, needs = await asyncio.gather(asked.admin.overview(), asked.lately("needs", lambda: _needs(asked)))
     if not asked.access.may("payloads"):
         found, needs = without_messages(found), _only_types(needs)
     shown, folded = parted(found.handlers)
-    links = {finding: mended_at(finding, asked) for finding in found.findings}
+    links = {finding: fixed_at(finding, asked) for finding in found.findings}
     like = [asked.url("notifications", **query_of(group.filter)) for group in needs.groups]
     return View(
         template="overview.html",
@@ -95,14 +62,19 @@ async def overview(asked: Asked) -> View:
     )
 
 
-def mended_at(finding: Finding, asked: Asked) -> tuple[str, str] | None:
-    """The address at which a finding is mended, and the words of the link."""
-    mend = Mend("jobs", "Jobs") if finding.job is not None else MENDS.get(finding.rule)
-    if mend is None or not asked.has(mend.page):
+_PAGES = {rule.name: rule.see for rule in RULES}
+_OF_HANDLERS = ("dead", "keys", "notifications")  # pages with a filter by handler
+
+
+def fixed_at(finding: Finding, asked: Asked) -> tuple[str, str] | None:
+    """The address at which a finding is fixed, and the words of the link."""
+    see = ("jobs", "Jobs") if finding.job is not None else _PAGES.get(finding.rule)
+    if see is None or not asked.has(see[0]):
         return None
-    if mend.page == "handler":
-        return (asked.url("handler", name=finding.handler), mend.words) if finding.handler else None
-    return asked.url(mend.page, handler=finding.handler if mend.by_handler else None), mend.words
+    page, words = see
+    if page == "handler":
+        return (asked.url("handler", name=finding.handler), words) if finding.handler else None
+    return asked.url(page, handler=finding.handler if page in _OF_HANDLERS else None), words
 
 
 def parted(handlers: Sequence[HandlerStatus]) -> tuple[Sequence[HandlerStatus], Sequence[HandlerStatus]]:

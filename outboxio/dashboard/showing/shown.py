@@ -12,10 +12,9 @@ import msgspec
 from markupsafe import Markup, escape
 from msgspec import Raw, Struct
 
+from outboxio.health.values import MOST, counted, spoken
 from outboxio.model.operating.operation import WORST_FIRST as worst_first
 from outboxio.model.operating.operation import BoundedCount
-from outboxio.operations.overview.values import MOST
-from outboxio.operations.overview.wording import counted, spoken
 from outboxio.support.clock import utc_now
 
 NOTHING = "\N{EN DASH}"

@@ -111,6 +111,12 @@ class JobRow(Struct, frozen=True):
     paused_date: datetime | None = None
     ordered_date: datetime | None = None
 
+    @property
+    def has_failed(self) -> bool:
+        """True if the last run that ended was not a success, and no retry of that run is due or under way."""
+        is_retried = self.state == "RETRYING" or (self.state == "RUNNING" and self.attempts > 1)
+        return self.result not in (None, "SUCCEEDED") and not is_retried
+
 
 # --- answers that are bounded: a page of a list, and a count --------------------------------------
 

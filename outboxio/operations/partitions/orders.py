@@ -12,12 +12,11 @@ from outboxio.operations.base import AdminBase
 from outboxio.operations.partitions.owners import (
     ClusterInstance,
     HandlerPartitions,
-    counts_of,
     find_instances,
     find_partitions,
 )
 from outboxio.operations.recorder import AdminShard, Order
-from outboxio.storage.protocols import Database
+from outboxio.storage.protocols import Database, counts_of
 from outboxio.storage.tables.partitions import PartitionTables
 from outboxio.support.log import log_of
 

@@ -14,7 +14,7 @@ from datetime import datetime
 from msgspec import Struct
 
 from outboxio.model.lock_name import LockName
-from outboxio.storage.protocols import Database, Holder, PartitionCount, active_partitions, slots_of
+from outboxio.storage.protocols import Database, Holder, PartitionCount, active_partitions, counts_of, slots_of
 
 EVER = datetime(2000, 1, 1)
 
@@ -84,13 +84,6 @@ class ClusterInstance(Struct, frozen=True, kw_only=True):
         seen = "" if self.last_seen_date is None else f", seen at {self.last_seen_date:%Y-%m-%d %H:%M:%S} UTC"
         silent = ", silent since" if self.is_alive is False else ""
         return f"{self.instance} owns {', '.join(does) or 'no partition'}{version}{seen}{silent}"
-
-
-async def counts_of(database: Database, namespace: str) -> Mapping[str, PartitionCount]:
-    """The numbers of partitions by stored handler name; a name without a number has a single partition."""
-    if database.partitions is None:
-        return {}
-    return {one.handler_name: one for one in (await database.subscriptions.orders(namespace)).partitions}
 
 
 async def find_partitions(database: Database, namespace: str, names: Iterable[str]) -> list[HandlerPartitions]:

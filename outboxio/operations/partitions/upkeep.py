@@ -13,9 +13,9 @@ from datetime import timedelta
 
 from outboxio.handlers.handler import Handler
 from outboxio.model.lock_name import Slot
-from outboxio.operations.partitions.owners import EVER, counts_of
+from outboxio.operations.partitions.owners import EVER
 from outboxio.settings import Settings
-from outboxio.storage.protocols import Database, PartitionCount
+from outboxio.storage.protocols import Database, PartitionCount, counts_of
 from outboxio.support.clock import Clock, ShardClock
 from outboxio.support.log import log_of
 

@@ -11,7 +11,7 @@ A repository turns rows into values and back. ``Session`` works in the transacti
 remaining methods are short transactions, or single autocommit statements, on connections of the loops.
 """
 
-from outboxio.storage.protocols.database import Database, Schema
+from outboxio.storage.protocols.database import Database, Schema, counts_of
 from outboxio.storage.protocols.hot import (
     ClusterLock,
     DispatchStore,
@@ -113,5 +113,6 @@ __all__ = [
     "TransactionLost",
     "Waiting",
     "active_partitions",
+    "counts_of",
     "slots_of",
 ]

@@ -16,6 +16,7 @@ from outboxio.storage.protocols.hot import (
     OrderingRepository,
     Session,
 )
+from outboxio.storage.protocols.values import PartitionCount
 from outboxio.storage.schema import Rights
 from outboxio.support.codec import Check
 from outboxio.support.text import TextEncoding
@@ -263,3 +264,10 @@ class Database(Protocol):
     def lacks_schema(self, error: BaseException) -> bool:
         """True if a table or a column of outboxio is missing."""
         ...
+
+
+async def counts_of(database: Database, namespace: str) -> Mapping[str, PartitionCount]:
+    """The numbers of partitions by stored handler name; a name without a number has a single partition."""
+    if database.partitions is None:
+        return {}
+    return {one.handler_name: one for one in (await database.subscriptions.orders(namespace)).partitions}

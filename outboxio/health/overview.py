@@ -1,15 +1,17 @@
-"""From the facts of all shards to the overview. Pure functions."""
+"""From the facts of all shards to the overview of ``outbox.admin``."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timedelta
+from typing import Any, TypeVar
 
-from msgspec.structs import replace
-
-from outboxio.operations.overview.facts import Facts, HandlerFacts, InstanceFacts, ShardFacts
-from outboxio.operations.overview.rules import FAILING_WITHIN, RULE_NAMES, failures, findings_of
-from outboxio.operations.overview.values import (
+from outboxio.health.collector import Collector
+from outboxio.health.engine import worst
+from outboxio.health.facts import FAILING_WITHIN, Facts, HandlerFacts, InstanceFacts, RowFacts, ShardFacts
+from outboxio.health.rules import RULES
+from outboxio.health.values import (
     MOST,
     Finding,
     HandlerStatus,
@@ -18,55 +20,71 @@ from outboxio.operations.overview.values import (
     Overview,
     OverviewFigures,
     ShardStatus,
+    spoken,
 )
-from outboxio.operations.overview.wording import spoken
 from outboxio.statistics.figures import DURATIONS, LAGS, added, percentile
 from outboxio.storage.protocols import HandlerMinute
+from outboxio.support import machine
 
+FRESH = 1.0  # seconds for which facts are used again
 MINUTES = 60
 SEVERITY: dict[Level, int] = {"ok": 0, "degraded": 1, "down": 2}
 
 
+class OverviewReader:
+    """Reads the facts of all shards, and their overview. However many callers there are, the databases are read once a
+    second."""
+
+    def __init__(self, namespace: str, collectors: Sequence[Collector]) -> None:
+        self._namespace = namespace
+        self._collectors = collectors
+        self._last: tuple[Facts, Overview] | None = None
+        self._read_at = float("-inf")
+        self._operations = 0
+        self._turn: tuple[asyncio.AbstractEventLoop, asyncio.Lock] | None = None
+
+    async def read(self) -> tuple[Facts, Overview]:
+        """Those of the last second, or new ones if an operation of this process has ended since."""
+        async with self._in_turn():
+            if self._last is None or machine.monotonic() - self._read_at >= FRESH:
+                began, operations = machine.monotonic(), self._operations
+                shards = await asyncio.gather(*(collector.collect() for collector in self._collectors))
+                facts = Facts(namespace=self._namespace, shards=shards, took=machine.monotonic() - began)
+                self._last = facts, overview_of(facts)
+                self._read_at = machine.monotonic() if operations == self._operations else float("-inf")
+            return self._last
+
+    def operation_ended(self) -> None:
+        """An operation of this process has ended: the facts of the last second are out of date."""
+        self._operations += 1
+        self._read_at = float("-inf")
+
+    def _in_turn(self) -> asyncio.Lock:
+        """The lock of the running event loop: an outbox may be used in a new event loop after the former has ended."""
+        loop = asyncio.get_running_loop()
+        if self._turn is None or self._turn[0] is not loop:
+            self._turn = loop, asyncio.Lock()
+        return self._turn[1]
+
+
 def overview_of(facts: Facts) -> Overview:
     """The overview of facts."""
-    findings = _sorted([_placed(finding, facts) for shard in facts.shards for finding in findings_of(shard)])
-    level = _level(facts, findings)
-    if level != "down":  # other shards work: the fault of a shard is the fault of a part
-        findings = [replace(finding, level="degraded") for finding in findings]
+    findings = RULES.apply(facts)
+    shards, instances = tuple(map(_shard, facts.shards)), _instances(facts)
     handlers = _handlers(facts, findings)
-    figures = _figures(facts, handlers)
+    figures = _figures(facts, handlers, shards, instances)
     return Overview(
-        level=level,
+        level=worst(findings),
         verdict=[finding.sentence for finding in findings] or [_all_is_well(handlers, figures)],
         findings=tuple(findings),
         figures=figures,
         handlers=handlers,
-        instances=_instances(facts),
-        shards=tuple(_shard(shard) for shard in facts.shards),
+        instances=instances,
+        shards=shards,
         namespace=facts.namespace,
         read_date=facts.shards[0].now,
         took=facts.took,
     )
-
-
-def _sorted(findings: Iterable[Finding]) -> list[Finding]:
-    """The worst first: by level, then in the order of the rules."""
-    return sorted(findings, key=lambda finding: (-SEVERITY[finding.level], RULE_NAMES.index(finding.rule)))
-
-
-def _placed(finding: Finding, facts: Facts) -> Finding:
-    """The finding, with the shard in the sentence if there are several shards."""
-    if len(facts.shards) == 1 or f"`{finding.shard}`" in finding.sentence:
-        return finding
-    return replace(finding, sentence=f"{finding.sentence.rstrip('.')} (shard `{finding.shard}`).")
-
-
-def _level(facts: Facts, findings: Sequence[Finding]) -> Level:
-    """The worst level. An outbox is down only if all shards are down."""
-    down = {finding.shard for finding in findings if finding.level == "down"}
-    if len(down) == len(facts.shards):
-        return "down"
-    return "degraded" if findings else "ok"
 
 
 def _all_is_well(handlers: Sequence[HandlerStatus], figures: OverviewFigures) -> str:
@@ -85,11 +103,9 @@ def _handlers(facts: Facts, findings: Sequence[Finding]) -> tuple[HandlerStatus,
     for shard in facts.shards:
         for handler in shard.handlers:
             known.setdefault(handler.name, []).append((shard, handler))
-    instances = _alive(facts)
-    levels: dict[str | None, Level] = {
-        finding.handler: finding.level for finding in sorted(findings, key=lambda one: SEVERITY[one.level])
-    }
-    made = [_handler(name, on, instances, levels.get(name, "ok")) for name, on in known.items()]
+    alive = [instance for shard in facts.shards for instance in shard.alive]
+    levels: dict[str | None, Level] = {one.handler: one.level for one in reversed(findings)}  # the worst comes last
+    made = [_handler(name, on, alive, levels.get(name, "ok")) for name, on in known.items()]
     return tuple(sorted(made, key=lambda one: (-SEVERITY[one.level], -(one.oldest_due or 0), one.handler_name)))
 
 
@@ -97,11 +113,10 @@ def _handler(
     name: str, on: Sequence[tuple[ShardFacts, HandlerFacts]], instances: Sequence[InstanceFacts], level: Level
 ) -> HandlerStatus:
     facts = [handler for _, handler in on]
+    rows = RowFacts.together(facts)
     minutes = [minute for handler in facts for minute in handler.minutes]
-    ages = [shard.age(handler.oldest_due) for shard, handler in on if handler.oldest_due is not None]
-    runs = [failures(shard, handler) for shard, handler in on]
-    number = sum(each for each, _ in runs)
-    failed = sum(each * share for each, share in runs)
+    runs = [handler.failures(shard.now) for shard, handler in on]
+    number, failed = sum(each for each, _ in runs), sum(each * share for each, share in runs)
     reports = [instance.report.handlers[name] for instance in instances if name in instance.report.handlers]
     return HandlerStatus(
         handler_name=name,
@@ -109,16 +124,16 @@ def _handler(
         event_types=_union(handler.event_types for handler in facts),
         topics=_union(handler.topics for handler in facts),
         level=level,
-        last_seen_date=_latest(handler.last_seen for handler in facts),
-        due=_sum(handler.due for handler in facts),
-        oldest_due=max(ages, default=None),
-        waiting=_sum(handler.waiting for handler in facts),
-        deferred=_sum(one.number for handler in facts for one in handler.deferred),
-        blocked=_sum(handler.blocked for handler in facts),
-        dead=_sum(handler.dead for handler in facts),
-        dead_hour=_sum(handler.dead_hour for handler in facts),
-        newest_dead=_latest(handler.newest_dead for handler in facts),
-        parked_keys=sum(len(handler.parked) for handler in facts),
+        last_seen_date=_highest(handler.last_seen for handler in facts),
+        due=rows.due,
+        oldest_due=_highest(shard.age_of(handler.oldest_due) for shard, handler in on),
+        waiting=rows.waiting,
+        deferred=_sum(one.number for one in rows.deferred),
+        blocked=rows.blocked,
+        dead=rows.dead,
+        dead_hour=rows.dead_hour,
+        newest_dead=rows.newest_dead,
+        parked_keys=len(rows.parked),
         paused_since=min((handler.paused_since for handler in facts if handler.paused_since), default=None),
         holders={shard.name: _holders(handler) for shard, handler in on},
         unheld={
@@ -156,48 +171,46 @@ def _percentile(bounds: Sequence[float], histograms: Sequence[Sequence[int]], sh
     return percentile(bounds, added(histograms), share) if histograms else None
 
 
-# --- the rest ------------------------------------------------------------------------------------
+# --- figures, shards and processes ---------------------------------------------------------------
 
 
-def _figures(facts: Facts, handlers: Sequence[HandlerStatus]) -> OverviewFigures:
-    shards = [_shard(shard) for shard in facts.shards]
+def _figures(
+    facts: Facts, handlers: Sequence[HandlerStatus], shards: Sequence[ShardStatus], instances: Sequence[InstanceStatus]
+) -> OverviewFigures:
+    """The figures of all handlers and shards: a figure of the same name, added up."""
     lags = [minute.lags for shard in facts.shards for handler in shard.handlers for minute in handler.minutes]
+    unroutable = [number for shard in facts.shards for number in shard.unroutable.values()]
+    counts: dict[str, Any] = {
+        name: _sum(getattr(handler, name) for handler in handlers)
+        for name in ("due", "waiting", "blocked", "dead", "dead_hour")
+    }
     return OverviewFigures(
         undelivered=_sum(shard.undelivered for shard in shards),
-        oldest_undelivered=_oldest(shard.oldest_undelivered for shard in shards),
-        due=_sum(handler.due for handler in handlers),
-        oldest_due=_oldest(handler.oldest_due for handler in handlers),
-        waiting=_sum(handler.waiting for handler in handlers),
-        blocked=_sum(handler.blocked for handler in handlers),
-        dead=_sum(handler.dead for handler in handlers),
-        dead_hour=_sum(handler.dead_hour for handler in handlers),
+        oldest_undelivered=_highest(shard.oldest_undelivered for shard in shards),
+        oldest_due=_highest(handler.oldest_due for handler in handlers),
         parked_keys=sum(handler.parked_keys for handler in handlers),
-        unroutable=_sum(
-            [
-                *(number for shard in facts.shards for number in shard.unroutable.values()),
-                *(handler.deferred for handler in handlers),
-            ]
-        ),
+        unroutable=_sum([*unroutable, *(handler.deferred for handler in handlers)]),
         per_minute=sum(handler.per_minute for handler in handlers),
         minutes=tuple(map(sum, zip(*(handler.minutes for handler in handlers), strict=True))) or (0,) * MINUTES,
         lag_p95=_percentile(LAGS, lags, 0.95),
         in_flight=sum(handler.in_flight for handler in handlers),
-        stuck=sum(instance.stuck for instance in _instances(facts) if instance.is_alive),
+        stuck=sum(instance.stuck for instance in instances if instance.is_alive),
+        **counts,
     )
 
 
 def _shard(shard: ShardFacts) -> ShardStatus:
-    wanted = [waiting for name, waiting in shard.undelivered.items() if name in shard.wanted_types]
+    held = shard.fanout.is_held
     return ShardStatus(
         shard=shard.name,
         is_reachable=shard.error is None,
         error=shard.error,
         schema=shard.schema,
         pending=tuple(shard.pending),
-        fanout_holder=shard.fanout.owner if shard.fanout.is_held else None,
-        fanout_since=shard.fanout.since if shard.fanout.is_held else None,
-        undelivered=_sum(waiting.number for waiting in wanted),
-        oldest_undelivered=_oldest(None if each.oldest is None else shard.age(each.oldest) for each in wanted),
+        fanout_holder=shard.fanout.owner if held else None,
+        fanout_since=shard.fanout.since if held else None,
+        undelivered=_sum([shard.wanted.number]),
+        oldest_undelivered=shard.age_of(shard.wanted.oldest),
         clock_offset=shard.clock_offset,
         took=shard.took,
     )
@@ -232,21 +245,16 @@ def _instance(shards: Sequence[str], reports: Sequence[InstanceFacts]) -> Instan
     )
 
 
-def _alive(facts: Facts) -> list[InstanceFacts]:
-    return [instance for shard in facts.shards for instance in shard.instances if instance.is_alive]
-
-
 def _sum(numbers: Iterable[int]) -> int:
     """The sum of numbers that were each counted up to the bound, again up to the bound."""
     return min(MOST, sum(numbers))
 
 
-def _oldest(ages: Iterable[float | None]) -> float | None:
-    return max((age for age in ages if age is not None), default=None)
+_Value = TypeVar("_Value", float, datetime)
 
 
-def _latest(moments: Iterable[datetime | None]) -> datetime | None:
-    return max((moment for moment in moments if moment is not None), default=None)
+def _highest(values: Iterable[_Value | None]) -> _Value | None:
+    return max((value for value in values if value is not None), default=None)
 
 
 def _union(names: Iterable[Sequence[str]]) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""The rules of the verdict, without a database: a fault in the facts is told once, in a sentence with numbers."""
+"""The rules about tables, without a database: a fault in the facts is reported once, in a sentence with numbers."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ from uuid import uuid4
 import msgspec
 import pytest
 
-from outboxio.model.operating.operation import JobRow
-from outboxio.operations.overview.facts import (
+from outboxio.health.facts import (
     Facts,
-    FailedOperation,
     HandlerFacts,
     HandlerReport,
     InstanceFacts,
@@ -21,11 +19,10 @@ from outboxio.operations.overview.facts import (
     RestReport,
     ShardFacts,
 )
-from outboxio.operations.overview.readings import instance_facts, lock_facts
-from outboxio.operations.overview.rules import RULE_NAMES
-from outboxio.operations.overview.summary import overview_of
-from outboxio.operations.overview.values import MOST, Overview
-from outboxio.operations.overview.wording import counted, listed, spoken
+from outboxio.health.overview import overview_of
+from outboxio.health.rules import RULE_NAMES
+from outboxio.health.values import MOST, Overview, counted, listed, spoken
+from outboxio.model.operating.operation import JobRow, Operation, OperationState
 from outboxio.storage.protocols import DeferredFigures, HandlerMinute, Holder, InstanceReport, ParkedKey, Waiting
 
 NOW = datetime(2030, 1, 1, 12, 30, 15)
@@ -70,6 +67,13 @@ def job(**row: Any) -> JobRow:
         "due_date": next_date, "attempts": 1, "instance": WORKER, "started_date": ago(minutes=14),
         "finished_date": ago(minutes=14), "result": "SUCCEEDED", **row,
     })  # fmt: skip
+
+
+def failed_operation(kind: str, actor: str, error: str) -> Operation:
+    return Operation(
+        id=uuid4(), kind=kind, state=OperationState.FAILED, matched=0, done=0, refused=0, request={}, actor=actor,
+        origin="code", reason=None, created_date=NOW, updated_date=NOW, finished_date=NOW, error=error, shard="default",
+    )  # fmt: skip
 
 
 FAILED = {"result": "FAILED", "attempts": 3, "error": "ValueError: no mail server\nFile mail.py"}
@@ -177,7 +181,7 @@ FAULTS: dict[str, tuple[ShardFacts, str]] = {
         "Partition 1 of `ledger`: notifications are due, and no process holds the lock.",
     ),
     "operation_failed": (
-        shard(failed_operations=[FailedOperation("retry", "ada", "ValueError: no", "id")]),
+        shard(failed_operations=[failed_operation("retry", "ada", "ValueError: no")]),
         "An order has failed: retry by ada: ValueError: no",
     ),
 }  # fmt: skip
@@ -314,8 +318,8 @@ def test_a_process_is_alive_until_three_reports_are_missing_for_every_question(d
             instance=WORKER, version="1", started_date=ago(hours=1), last_seen_date=ago(seconds=seconds),
             delay_seconds=delay, report=msgspec.Raw(b"{}"),
         )  # fmt: skip
-        found = instance_facts(report, NOW)
-        lock = lock_facts(0, Holder(WORKER, ago(hours=1), has_given_back=False), [found], NOW, is_announced=True)
+        found = InstanceFacts.of(report, NOW)
+        lock = LockFacts.of(0, Holder(WORKER, ago(hours=1), has_given_back=False), [found], NOW, is_announced=True)
         assert (report.is_alive(NOW), found.is_alive, lock.is_held) == (is_alive, is_alive, is_alive)
 
 

@@ -1,0 +1,108 @@
+"""The rule engine: what a rule is, and how rules are applied to facts. The rules themselves are in ``rules.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime, timedelta
+from shlex import quote
+from typing import Any, NamedTuple, TypeVar
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from outboxio.health.facts import Facts
+from outboxio.health.values import Finding, Level
+
+
+class Problem(NamedTuple):
+    """A fault that a rule has found."""
+
+    text: str
+    handler: str | None = None
+    job: str | None = None
+    fix: str = ""
+    """A better command than that of the rule."""
+    since: datetime | None = None
+    """When the problem began. It is reported if it lasts for longer than ``after``."""
+    after: timedelta | None = None
+    """Instead of the time of the rule."""
+
+
+class Rule(Struct, frozen=True, kw_only=True):
+    """A condition, the severity of its problems, and a command that fixes them or says more."""
+
+    name: str
+    find: Callable[[Any], Iterator[Problem]]
+    of_process: bool = False
+    """True for a rule about :class:`ProcessFacts`, which only ``outbox.health()`` has. Others are about a shard."""
+    level: Level = "degraded"
+    """A problem of a shard is ``down`` only if all shards are down."""
+    fix: str = ""
+    """``{handler}`` and ``{job}`` stand for the names of the problem."""
+    see: tuple[str, str] | None = None
+    """The page of the dashboard that fixes them or says more, and the words of the link."""
+    after: timedelta = timedelta()
+    """For how long a problem with a beginning has to last."""
+    unless: Sequence[str] = ()
+    """Earlier rules that report the same fault."""
+
+    def findings(self, facts: Facts) -> Iterator[Finding]:
+        """The problems that have lasted for long enough."""
+        if self.of_process:
+            if facts.process is not None:
+                yield from map(self._finding, self.find(facts.process))
+            return
+        for shard in facts.shards:
+            for problem in self.find(shard):
+                after = self.after if problem.after is None else problem.after
+                if problem.since is None or shard.age(problem.since) > after.total_seconds():
+                    yield replace(self._finding(problem), shard=shard.name)
+
+    def _finding(self, problem: Problem) -> Finding:
+        names = {"handler": quote(problem.handler or ""), "job": quote(problem.job or "")}
+        return Finding(
+            rule=self.name, level=self.level, sentence=problem.text, remedy=problem.fix or self.fix.format(**names),
+            handler=problem.handler, job=problem.job,
+        )  # fmt: skip
+
+
+_Find = TypeVar("_Find", bound=Callable[[Any], Iterator[Problem]])
+
+
+class Rules(list[Rule]):
+    """Rules, the worst fault first."""
+
+    def add(self, fix: str = "", **options: Any) -> Callable[[_Find], _Find]:
+        """Add a function as a rule with its name. See :class:`Rule` for the options."""
+
+        def decorate(find: _Find) -> _Find:
+            self.append(Rule(name=find.__name__, find=find, fix=fix, **options))
+            return find
+
+        return decorate
+
+    def apply(self, facts: Facts) -> list[Finding]:
+        """What is wrong, the worst first. The fault of one shard of several is the fault of a part."""
+        found: list[Finding] = []
+        for rule in self:
+            if not any(one.rule in rule.unless for one in found):
+                found += rule.findings(facts)
+        if len(facts.shards) == 1:
+            return found
+        down = {one.shard for one in found if one.level == "down" and one.shard is not None}
+        is_down = len(down) == len(facts.shards)
+        return [one if one.shard is None else _placed(one, is_down=is_down) for one in found]
+
+
+def worst(findings: Sequence[Finding]) -> Level:
+    """The level of the whole."""
+    return findings[0].level if findings else "ok"
+
+
+def _placed(finding: Finding, *, is_down: bool) -> Finding:
+    """The finding of one shard of several, with the shard in the sentence."""
+    names = f"`{finding.shard}`", repr(finding.shard)
+    sentence = finding.sentence
+    if not any(name in sentence for name in names):
+        sentence = f"{sentence.rstrip('.')} (shard `{finding.shard}`)."
+    return replace(finding, sentence=sentence, level=finding.level if is_down else "degraded")

@@ -1,0 +1,417 @@
+"""The rules: each finds a fault in the facts, the worst first. Status, doctor, dashboard and health apply all of them.
+
+A rule is a function of the facts of a shard, or of those of this process, without I/O. It yields a problem for each
+fault. To add a rule, write the function at its place in the order of severity.
+
+A fault is reported once. A handler that no process holds is behind as well, and only the missing holder is reported:
+that is the fault that an operator has to fix (decision 45).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from datetime import datetime, timedelta
+from shlex import quote
+
+from outboxio.health.engine import Problem, Rules
+from outboxio.health.facts import JUST_ANNOUNCED, HandlerFacts, ProcessFacts, ShardFacts
+from outboxio.health.values import MOST, Phase, brief, counted, listed, past, quantity, spoken, waiting
+from outboxio.jobs.job import LATE
+from outboxio.model.operating.operation import JobRow
+
+HALF_A_MINUTE = timedelta(seconds=30)
+CLOCK_OFF = 2.0  # seconds
+FAILED_ROUNDS = 3  # in a row, from which a loop needs attention: a deadlock or two are normal
+BLOCKED_FOR = 60.0  # seconds for which a blocked event loop is reported
+_MOST_VERSIONS = 3
+
+
+RULES = Rules()
+"""All rules, the worst fault first. The name of a rule never changes: alerts and the runbook use the name."""
+
+
+# --- shards and processes ------------------------------------------------------------------------
+
+
+@RULES.add(level="down", of_process=True)
+def process_ended(process: ProcessFacts) -> Iterator[Problem]:
+    """A part of ``running()`` has ended, or a loop does no rounds: this process has to be restarted."""
+    yield from map(Problem, [*process.ended, *(text for shard in process.shards.values() for text in shard.dead)])
+
+
+@RULES.add("outboxio check", level="down", see=("shards", "Shards"))
+def shard_unreachable(facts: ShardFacts) -> Iterator[Problem]:
+    """The database does not answer."""
+    if facts.here is not None:
+        if facts.here.reachable is False and facts.here.schema not in ("missing", "newer"):
+            yield Problem(f"shard {facts.name!r} cannot be reached")
+    elif facts.error is not None:
+        yield Problem(f"Shard `{facts.name}` cannot be reached: {facts.error}")
+
+
+@RULES.add("outboxio migrate", level="down", see=("shards", "Shards"))
+def schema_behind(facts: ShardFacts) -> Iterator[Problem]:
+    """Tables, columns or indexes are missing, or of a newer version."""
+    if facts.here is not None:
+        tables, version = f"the tables of shard {facts.name!r}", "version of outboxio"
+        if facts.here.schema == "missing":
+            yield Problem(f"{tables} do not fit this {version}: run outboxio check")
+        if facts.here.schema == "newer":
+            yield Problem(f"{tables} are of a newer {version}: deploy that version")
+    elif facts.schema is not None:
+        yield Problem(f"The tables of shard `{facts.name}` do not fit this version of outboxio: {facts.schema}")
+
+
+@RULES.add("outboxio worker module:outbox", level="down", see=("instances", "Instances"))
+def no_instance(facts: ShardFacts) -> Iterator[Problem]:
+    """No process is in ``running()``, although handlers, events or due jobs are there."""
+    is_running = bool(facts.alive) or (facts.here is not None and facts.here.in_running)
+    late = _late_jobs(facts)
+    if is_running or not (late or facts.undelivered or any(handler.last_seen for handler in facts.handlers)):
+        return
+    seen = max((instance.last_seen for instance in facts.instances), default=None)
+    when = "" if seen is None else f", and the last was seen {past(facts.age(seen))}"
+    what = "events, notifications and jobs" if late else "events and notifications"
+    yield Problem(f"No process works{when}: {what} wait.")
+
+
+@RULES.add(of_process=True, unless=("shard_unreachable", "schema_behind"))
+def tables_unknown(process: ProcessFacts) -> Iterator[Problem]:
+    """The rules about tables had no facts."""
+    if process.tables_unknown is not None:
+        yield Problem(f"faults in the tables are not known, because {process.tables_unknown}")
+
+
+@RULES.add("outboxio locks", see=("instances", "Instances and locks"))
+def lock_without_holder(facts: ShardFacts) -> Iterator[Problem]:
+    """No process holds fan-out, or a handler, and work has waited for more than 30 s."""
+    if _is_fanout_unheld(facts):
+        yield Problem(f"No process holds fan-out: {waiting(facts.wanted.number, 'event')}.")
+    for handler in facts.handlers:
+        if _is_unheld(facts, handler):
+            waits = f": {waiting(handler.due, 'notification')}" if handler.due else ""
+            yield Problem(f"No process holds `{handler.name}`{waits}.", handler.name)
+
+
+# --- backlogs and failures -----------------------------------------------------------------------
+
+
+@RULES.add("outboxio status", after=HALF_A_MINUTE, see=("shards", "Shards"))
+def fanout_behind(facts: ShardFacts) -> Iterator[Problem]:
+    """An event that a handler wants has waited for fan-out for more than 30 s."""
+    number, oldest = facts.wanted.number, facts.wanted.oldest
+    if oldest is not None and not _is_fanout_unheld(facts):
+        age = spoken(facts.age(oldest))
+        yield Problem(
+            f"Fan-out is behind: the oldest event has waited for {age}, {counted(number)} wait.", since=oldest
+        )
+
+
+@RULES.add("outboxio list --handler {handler}", see=("handler", "See the handler"))
+def handler_behind(facts: ShardFacts) -> Iterator[Problem]:
+    """A notification has been due for longer than the handler's ``alert_age``."""
+    for handler in facts.handlers:
+        if handler.oldest_due is not None and handler.paused_since is None and not _is_unheld(facts, handler):
+            age = spoken(facts.age(handler.oldest_due))
+            text = f"`{handler.name}` is behind: oldest due {age}, {counted(handler.due)} waiting."
+            yield Problem(text, handler.name, since=handler.oldest_due, after=handler.alert_age)
+
+
+@RULES.add("outboxio dead --state FAILED --handler {handler}", see=("handler", "See the handler"))
+def handler_failing(facts: ShardFacts) -> Iterator[Problem]:
+    """More than half of at least 10 runs have failed within 5 minutes."""
+    for handler in facts.handlers:
+        if handler.is_failing(facts.now):
+            runs, share = handler.failures(facts.now)
+            error = "" if handler.last_error is None else f": {handler.last_error}"
+            text = f"`{handler.name}` fails {share:.0%} of {runs:,} runs of the last 5 minutes{error}."
+            yield Problem(text, handler.name)
+
+
+@RULES.add("outboxio instances", see=("handler", "See the handler"))
+def handler_resting(facts: ShardFacts) -> Iterator[Problem]:
+    """The circuit breaker of a handler is open, because a service that the handler needs is unavailable."""
+    for instance in facts.alive:
+        for name, report in sorted(instance.report.handlers.items()):
+            if report.rest is not None:
+                since = spoken(facts.age(report.rest.since))
+                text = f"`{name}` has rested for {since} in process {instance.instance}: {report.rest.reason}."
+                yield Problem(text, _announced(facts, name))
+
+
+@RULES.add("outboxio instances", see=("jobs", "Jobs"))
+def job_late(facts: ShardFacts) -> Iterator[Problem]:
+    """A job has been due for more than a minute, and no process runs the job."""
+    for job in _late_jobs(facts) if facts.alive else ():  # a fault is reported once: no process works
+        due = spoken(facts.age(job.due_date))
+        text = f"Job `{job.name}` is late: the job has been due for {due}, and no process runs the job."
+        if job.state == "RUNNING":
+            text = f"Job `{job.name}` is late: process {job.instance} ended during the run, and no process took over."
+        yield Problem(text, job=job.name)
+
+
+@RULES.add("outboxio jobs --run {job}", see=("jobs", "Jobs"))
+def job_failing(facts: ShardFacts) -> Iterator[Problem]:
+    """The last run of a job has failed, and is not retried."""
+    late = _late_jobs(facts)
+    for job in facts.jobs:
+        if job.has_failed and job.paused_date is None and job not in late and job.finished_date is not None:
+            error = "" if not job.error else f": {brief(job.error.partition(chr(10))[0])}"
+            after = "" if job.state == "RUNNING" else f", after {quantity(job.attempts, 'attempt')}"
+            ended = past(facts.age(job.finished_date))
+            yield Problem(f"Job `{job.name}` ended {job.result} {ended}{after}{error}.", job=job.name)
+
+
+# --- what needs a person -------------------------------------------------------------------------
+
+
+@RULES.add("outboxio dead --handler {handler}", see=("dead", "See the dead letters"))
+def new_dead(facts: ShardFacts) -> Iterator[Problem]:
+    """Notifications have ended DEAD or EXPIRED within the last hour."""
+    for handler in facts.handlers:
+        if handler.dead_hour and handler.newest_dead is not None:
+            ended, last = quantity(handler.dead_hour, "notification"), past(facts.age(handler.newest_dead))
+            text = f"{ended} of `{handler.name}` ended DEAD or EXPIRED within the last hour, the last {last}."
+            yield Problem(text, handler.name)
+
+
+@RULES.add("outboxio keys", see=("keys", "See the keys"))
+def parked_keys(facts: ShardFacts) -> Iterator[Problem]:
+    """Ordering keys wait for an operator."""
+    for handler in facts.handlers:
+        if handler.parked:
+            number, behind = len(handler.parked), sum(key.blocked for key in handler.parked)
+            parked = f"{quantity(number, 'key', 100)} of `{handler.name}` {_are(number)} parked by a dead letter"
+            yield Problem(f"{parked}, and {waiting(behind, 'notification')} behind.", handler.name)
+
+
+@RULES.add("outboxio instances", see=("instances", "Instances"))
+def stuck_runs(facts: ShardFacts) -> Iterator[Problem]:
+    """Runs ignore their cancellation."""
+    for instance in facts.alive:
+        for name, report in sorted(instance.report.handlers.items()):
+            if report.stuck:
+                runs = f"{quantity(report.stuck, 'run')} of `{name}` {_are(report.stuck)}"
+                yield Problem(f"{runs} stuck in process {instance.instance}.", _announced(facts, name))
+
+
+@RULES.add("outboxio instances", after=timedelta(seconds=10), see=("jobs", "Jobs"))
+def job_stuck(facts: ShardFacts) -> Iterator[Problem]:
+    """The run of a job goes on after its cancellation.
+
+    A run may last its timeout and 30 s. After 10 further seconds, any process with the job has looked at the row.
+    """
+    for job in facts.jobs:
+        if job.state == "RUNNING" and _is_alive(facts, job.instance) and job.started_date is not None:
+            began = past(facts.age(job.started_date))
+            text = (
+                f"Job `{job.name}` does not end in process {job.instance}: the run began {began}, and goes on after "
+                "its cancellation."
+            )
+            yield Problem(text, job=job.name, since=job.due_date)
+
+
+@RULES.add(see=("notifications", "See the notifications"))
+def unroutable(facts: ShardFacts) -> Iterator[Problem]:
+    """Notifications wait under a name that no process has, or for a version of their event that no process has."""
+    for handler in facts.handlers:
+        if handler.deferred:
+            fix = f"outboxio list --handler {quote(handler.name)} --type {quote(handler.deferred[0].event_type)}"
+            yield Problem(_deferred(handler), handler.name, fix=fix)
+    for name, number in sorted(facts.unroutable.items()):
+        waits = f"{quantity(number, 'notification')} of `{name}` {'waits' if number == 1 else 'wait'}"
+        text = f"{waits}, and no process has such a handler."
+        yield Problem(text, fix=f"outboxio skip --handler {quote(name)} --dry-run")
+
+
+@RULES.add("outboxio events", see=("events", "See the events"))
+def event_without_handler(facts: ShardFacts) -> Iterator[Problem]:
+    """Events wait that no handler wants."""
+    if not facts.handlers or (any(handler.topics for handler in facts.handlers) and _is_fanout_unheld(facts)):
+        return  # without any handler, other tools read the events
+    wanted = facts.wanted_types
+    unwanted = {
+        name: events.number
+        for name, events in facts.undelivered.items()
+        if name not in wanted and _is_older(facts, events.oldest, HALF_A_MINUTE)
+    }
+    if unwanted:
+        types = f"{len(unwanted)} event type{' has' if len(unwanted) == 1 else 's have'}"
+        waits = waiting(sum(unwanted.values()), "event")
+        yield Problem(f"{types} no handler anywhere: {listed(sorted(unwanted))}. {waits}.")
+
+
+@RULES.add("outboxio unpause {handler}", after=timedelta(days=1), see=("handler", "See the handler"))
+def paused_long(facts: ShardFacts) -> Iterator[Problem]:
+    """A handler or a job has been paused for more than a day."""
+    for handler in facts.handlers:
+        if handler.paused_since is not None:
+            age = spoken(facts.age(handler.paused_since))
+            text = f"`{handler.name}` has been paused for {age}, {counted(handler.due)} waiting."
+            yield Problem(text, handler.name, since=handler.paused_since)
+    for job in facts.jobs:
+        if job.paused_date is not None:
+            text = f"Job `{job.name}` has been paused for {spoken(facts.age(job.paused_date))}."
+            fix = f"outboxio jobs --unpause {quote(job.name)}"
+            yield Problem(text, job=job.name, fix=fix, since=job.paused_date)
+
+
+@RULES.add("timedatectl status", see=("instances", "Instances"))
+def clock_off(facts: ShardFacts) -> Iterator[Problem]:
+    """A machine and the database differ about the time."""
+    offsets = {"this machine": facts.clock_offset}
+    offsets |= {instance.instance: instance.report.clock_offset for instance in facts.alive}
+    hosts = {name.partition(":")[0]: offset for name, offset in offsets.items() if offset is not None}
+    for host, offset in sorted(hosts.items()):
+        if abs(offset) > CLOCK_OFF:
+            way = "ahead of" if offset > 0 else "behind"
+            yield Problem(f"The clock of {host} is {spoken(abs(offset))} {way} the clock of the database.")
+
+
+@RULES.add("outboxio partitions {handler}", see=("instances", "Instances and locks"))
+def partition_unowned(facts: ShardFacts) -> Iterator[Problem]:
+    """A partition of a held handler has due notifications, and no process holds the partition."""
+    for handler in facts.handlers:
+        if handler.unowned_due and handler.is_held:
+            numbers = ", ".join(map(str, sorted(handler.unowned_due)))
+            noun = "Partition" if len(handler.unowned_due) == 1 else "Partitions"
+            text = f"{noun} {numbers} of `{handler.name}`: notifications are due, and no process holds the lock."
+            yield Problem(text, handler.name)
+
+
+@RULES.add("outboxio operations", see=("operations", "Operations"))
+def operation_failed(facts: ShardFacts) -> Iterator[Problem]:
+    """An operation of an operator has failed within the last hour."""
+    for one in facts.failed_operations:
+        error = brief(one.error or "no reason is known")
+        yield Problem(f"An order has failed: {one.kind} by {one.actor}: {error}")
+
+
+# --- this process --------------------------------------------------------------------------------
+
+
+@RULES.add(of_process=True)
+def loop_failing(process: ProcessFacts) -> Iterator[Problem]:
+    """The rounds of a loop fail."""
+    for shard in process.shards.values():
+        for name, loop in shard.loops.items() if shard.fit == "fits" else ():
+            if loop.failures >= FAILED_ROUNDS:
+                yield Problem(f"the loop {name!r} has failed {loop.failures} times in a row")
+
+
+@RULES.add(of_process=True)
+def runs_do_not_end(process: ProcessFacts) -> Iterator[Problem]:
+    """Due notifications wait, and no run ends."""
+    for name, shard in process.shards.items():
+        if shard.is_sick:
+            yield Problem(f"shard {name!r}: no run has ended for 30 s, and notifications have been due for over 60 s")
+
+
+@RULES.add(of_process=True, unless=("handler_resting",))
+def handler_resting_here(process: ProcessFacts) -> Iterator[Problem]:
+    """The circuit breaker of a handler is open in this process, which has not reported yet."""
+    for shard in process.shards.values():
+        for handler, reason in shard.resting.items():
+            yield Problem(f"handler {handler!r} rests, because a service is unavailable: {reason}")
+
+
+@RULES.add(of_process=True, unless=("stuck_runs",))
+def stuck_runs_here(process: ProcessFacts) -> Iterator[Problem]:
+    """Runs of this process ignore their cancellation."""
+    if stuck := sum(shard.stuck for shard in process.shards.values()):
+        yield Problem(f"{stuck} notifications have a run that ignores its cancellation")
+
+
+@RULES.add(of_process=True)
+def event_loop_blocked(process: ProcessFacts) -> Iterator[Problem]:
+    """The event loop was blocked within the last minute."""
+    seconds, ago = process.blocked
+    if ago <= BLOCKED_FOR:
+        blocked = f"the event loop stood still for {seconds:.1f} s, {ago:.0f} s ago"
+        yield Problem(f"{blocked}: give a call that blocks to await asyncio.to_thread(...)")
+
+
+NOT_RUNNING: Mapping[Phase, str] = {
+    "stopped": "running() is not entered in this process",
+    "starting": "running() is being entered",
+    "leaving": "this process leaves running(), and starts no further run",
+}
+
+
+@RULES.add(level="ok", of_process=True)
+def not_running(process: ProcessFacts) -> Iterator[Problem]:
+    """Why this process is not ready, which is not a fault."""
+    if process.phase in NOT_RUNNING:
+        yield Problem(NOT_RUNNING[process.phase])
+
+
+RULE_NAMES = tuple(rule.name for rule in RULES if not rule.of_process)
+"""The rules about tables, by which findings, alerts and pages of the runbook are named."""
+
+
+# --- conditions that several rules share ---------------------------------------------------------
+
+
+def _is_older(facts: ShardFacts, time: datetime | None, than: timedelta) -> bool:
+    return time is not None and facts.age(time) > than.total_seconds()
+
+
+def _is_fanout_unheld(facts: ShardFacts) -> bool:
+    """True if no process holds fan-out, and a wanted event has waited for more than 30 s."""
+    return not facts.fanout.is_held and _is_older(facts, facts.wanted.oldest, HALF_A_MINUTE)
+
+
+def _is_unheld(facts: ShardFacts, handler: HandlerFacts) -> bool:
+    """True if no process holds a handler that should be held.
+
+    Either a notification has been due for more than 30 s, or a process with the handler runs, and the holder has been
+    unresponsive for more than 30 s. A handler without work that no process has needs no holder.
+    """
+    if handler.is_held:
+        return False
+    is_announced = handler.last_seen is not None and not _is_older(facts, handler.last_seen, JUST_ANNOUNCED)
+    is_lost = is_announced and any(lock.is_dead for lock in handler.locks)
+    return is_lost or _is_older(facts, handler.oldest_due, HALF_A_MINUTE)
+
+
+def _late_jobs(facts: ShardFacts) -> list[JobRow]:
+    """The jobs that have been due for more than a minute, and that no process runs."""
+    return [
+        job
+        for job in facts.jobs
+        if (job.paused_date is None or job.ordered_date is not None)
+        and _is_older(facts, job.due_date, LATE)
+        and not (job.state == "RUNNING" and _is_alive(facts, job.instance))
+    ]
+
+
+def _is_alive(facts: ShardFacts, instance: str) -> bool:
+    return any(one.instance == instance for one in facts.alive)
+
+
+def _announced(facts: ShardFacts, name: str) -> str | None:
+    """The name of a handler that a process has announced."""
+    return name if any(handler.name == name for handler in facts.handlers) else None
+
+
+def _are(number: int) -> str:
+    return "is" if number == 1 else "are"
+
+
+def _deferred(handler: HandlerFacts) -> str:
+    """The notifications that wait for newer versions of events, the three versions with the most by name."""
+    numbers = Counter[tuple[str, int]]()
+    for one in handler.deferred:
+        numbers[one.event_type, one.version] += one.number
+    number, several = numbers.total(), len(numbers) > 1
+    versions = ", ".join(
+        f"version {version} of `{event_type}`{f' ({counted(each)})' if several else ''}"
+        for (event_type, version), each in numbers.most_common(_MOST_VERSIONS)
+    )
+    more = f" and {len(numbers) - _MOST_VERSIONS} more" if len(numbers) > _MOST_VERSIONS else ""
+    return (
+        f"{quantity(min(MOST, number), 'notification')} of `{handler.name}` {'waits' if number == 1 else 'wait'} for "
+        f"{versions}{more}, and no process that runs the handler has {'them' if several else 'it'}: deploy the newer "
+        "code to the processes that run handlers."
+    )
