@@ -22,6 +22,8 @@ SYNTAXES: dict[str, tuple[Syntax, Callable[[str], str]]] = {
     **{name: (MysqlSyntax(name, flavour.words), "@{}".format) for name, flavour in FLAVOURS.items()},
     "sqlite": (SqliteSyntax(), ":{}".format),
 }
+LACKING = {"sqlite": {"partitions"}}
+"""Tables that a dialect does not have."""
 
 
 def statements() -> Iterator[tuple[str, str, Statement]]:
@@ -41,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     syntax, variable = SYNTAXES[arguments[0]]
     for table, name, statement in statements():
-        text = statement.rendered(syntax)
+        text = "" if table in LACKING.get(syntax.dialect, ()) else statement.rendered(syntax)
         if text and (table in arguments[1:] or not arguments[1:]):
             print(f"-- {table}.{name}\n{with_placeholders(text, variable)};\n")
     return 0

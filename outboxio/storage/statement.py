@@ -292,8 +292,9 @@ def _is_document_type(kind: Any) -> bool:
 
 def as_document(value: Any) -> str:
     """A value as JSON text. A timestamp in a list of rows is the text that SQLite stores, and that all servers read."""
-    if is_list(value):
-        value = [{n: _plain(v) for n, v in row.items()} if is_object(row) else row for row in value]
+    if is_list(value) and value and is_object(value[0]):
+        rows: list[Any] = value
+        value = [{n: _plain(v) for n, v in row.items()} for row in rows]
     return msgspec.json.encode(value).decode()
 
 

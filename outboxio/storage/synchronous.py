@@ -17,9 +17,9 @@ from outboxio.model.event import ActionRecord, EventRecord
 from outboxio.model.payloads.fields import kept_by_double, kept_by_numeric
 from outboxio.storage.mysql.columns import INSERT_EVENTS, values_of_action, values_of_event
 from outboxio.storage.mysql.values import as_value, encoding_of_charset
-from outboxio.storage.postgres.encoding import encoding_called
+from outboxio.storage.postgres.columns import encoding_called
 from outboxio.storage.postgres.insertion import blocking_insertion
-from outboxio.storage.sqlite import inserts
+from outboxio.storage.sqlite import insertion
 from outboxio.storage.sqlite.connection import commits_each_statement
 from outboxio.support.codec import Check
 from outboxio.support.text import UTF_8, TextEncoding
@@ -45,7 +45,7 @@ def _mysql_insertion(action: ActionRecord, events: Sequence[EventRecord]) -> tup
 
 
 def _sqlite_insertion(action: ActionRecord, events: Sequence[EventRecord]) -> tuple[str, dict[str, Any]]:
-    return inserts.INSERT_EVENTS, inserts.event_parameters(action, events)
+    return insertion.INSERT_EVENTS, insertion.event_parameters(action, events)
 
 
 POSTGRES = SyncDialect(stores_nul=False, check_numbers=kept_by_numeric, insertion=blocking_insertion)

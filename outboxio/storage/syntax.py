@@ -20,6 +20,8 @@ class Syntax(ABC):
     - ``{now}``: the time of the database, in UTC.
     - ``{join}`` joins two tables in the order in which they are written.
     - ``{unfinished}``: the notification ``n`` is PENDING, FAILED or DYING, as the index of due rows has it.
+    - ``{in_line}``: the notification ``n`` is in the index of key queues, of which MySQL reads BLOCKED rows alone;
+      ``{blocked}``: it is in this index, and BLOCKED.
     - ``{dead}``: the notification ``n`` is DEAD or EXPIRED, as the index of ended rows has it; ``{dead_name}`` and
       ``{dead_date}`` are the handler name and the date in the index.
     - ``{partition}``: the partition to which the notification ``n`` belongs now.
@@ -110,7 +112,16 @@ SELECT value FROM jumps WHERE value <> ''"""
         """``{last ...}``: as ``list``, but only the last row; NULL without rows."""
 
 
-_DEAD = {"dead_name": "n.handler_name", "dead_date": "n.updated_date"}
+# SQLite and PostgreSQL use a partial index for a query that repeats its condition.
+_IN_LINE = """
+n.state IN ('PENDING', 'FAILED', 'BLOCKED', 'DYING') AND (n.ordering_key IS NOT NULL OR n.state = 'BLOCKED')
+""".strip()
+_WITH_PARTIAL_INDEXES = {
+    "in_line": _IN_LINE,
+    "blocked": f"{_IN_LINE} AND n.state = 'BLOCKED'",
+    "dead_name": "n.handler_name",
+    "dead_date": "n.updated_date",
+}
 _POSTGRES_TYPES = {"document": "text", "bool": "boolean", "id": "uuid"}
 
 
@@ -121,7 +132,7 @@ class PostgresSyntax(Syntax):
         "join": "JOIN",
         "unfinished": "n.state IN ('PENDING', 'FAILED', 'DYING')",
         "dead": "n.state IN ('DEAD', 'EXPIRED')",
-        **_DEAD,
+        **_WITH_PARTIAL_INDEXES,
         "partition": PARTITION_NOW,
         "for_update": "FOR UPDATE",
     }
@@ -178,6 +189,8 @@ _MYSQL_WORDS = {
     "now": "UTC_TIMESTAMP(6)",
     "join": "STRAIGHT_JOIN",
     "unfinished": "n.is_unfinished = TRUE",
+    "in_line": "n.line_part = 2",
+    "blocked": "n.line_part = 2",
     "partition": OWN_PARTITION,
     "for_update": "FOR UPDATE",
 }
@@ -192,7 +205,7 @@ class MysqlSyntax(Syntax):
         self._types = {**_MYSQL_TYPES, **{kind: words[kind] for kind in ("text", "document", "id")}}
 
     def jumping(self, text: str) -> str:
-        # A recursive statement would read every row between two values: the port jumps (``mysql/jumps.py``).
+        # A recursive statement would read every row between two values: the port jumps (``mysql/port.py``).
         return text
 
     def table(self, arguments: str) -> str:
@@ -254,7 +267,7 @@ class SqliteSyntax(Syntax):
         "join": "CROSS JOIN",
         "unfinished": "(n.state = 'PENDING' OR n.state = 'FAILED' OR n.state = 'DYING')",
         "dead": "(n.state = 'DEAD' OR n.state = 'EXPIRED')",
-        **_DEAD,
+        **_WITH_PARTIAL_INDEXES,
         "partition": "0",
         "for_update": "",  # a transaction has the only lock for writing
     }

@@ -15,7 +15,8 @@ from outboxio.fanout.fanout import FEW
 from outboxio.model.notification import Notification
 from outboxio.runs.handler_queue import FIRST_WINDOW
 from outboxio.storage.mysql import fanout as mysql_fanout
-from outboxio.storage.mysql import fast_path, handoff
+from outboxio.storage.mysql import new_notifications as fast_path
+from outboxio.storage.mysql import new_notifications as handoff
 from tests.kit.app import Emit, Journal, Look, MoneyDeposited, eventually
 from tests.kit.inside import cursors_of, database_of, dispatcher_of, run_of
 from tests.kit.probes import MakeOutbox

@@ -20,7 +20,8 @@ from outboxio import Event, Settings
 from outboxio.model.event import EventRecord
 from outboxio.model.notification import DueQuery, Handoff, Notification
 from outboxio.storage.mysql import connection as mysql_connection
-from outboxio.storage.mysql import fast_path, handoff
+from outboxio.storage.mysql import new_notifications as fast_path
+from outboxio.storage.mysql import new_notifications as handoff
 from outboxio.storage.protocols import FanoutResult
 from tests.kit import mysql
 from tests.kit.app import Emit, Journal, Look, MoneyDeposited, eventually

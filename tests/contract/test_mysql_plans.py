@@ -23,12 +23,11 @@ from outboxio.model.event import EventRecord
 from outboxio.model.lock_name import LockName, Slot
 from outboxio.model.notification import BEGINNING, DueQuery, Handoff, State
 from outboxio.model.outcome import Bucket, Lease, Outcome
+from outboxio.storage.mysql.claim_plan import keys_of, subscribed
 from outboxio.storage.mysql.connection import LoopConnection, fetch
 from outboxio.storage.mysql.database import MysqlDatabase
 from outboxio.storage.mysql.fanout import SUBSCRIPTIONS
-from outboxio.storage.mysql.fast_path import take_committed
-from outboxio.storage.mysql.handoff import FEW_MADE
-from outboxio.storage.mysql.subscribed import keys_of, subscribed
+from outboxio.storage.mysql.new_notifications import FEW_MADE, take_committed
 from outboxio.storage.protocols import FanoutRequest
 from tests.kit import mysql
 from tests.kit.probes import statements_on

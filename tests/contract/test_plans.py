@@ -21,17 +21,7 @@ from outboxio.model.notification import BEGINNING, Position
 from outboxio.storage.postgres.connection import LOOP_SETTINGS, applying
 from outboxio.storage.postgres.events import ANY_UNDELIVERED, FAN_OUT, FAN_OUT_PLAIN, id_head
 from outboxio.storage.postgres.notifications import FIND_DUE, SETTLE, SETTLE_WITH_DETAILS
-from outboxio.storage.postgres.ordering import (
-    BLOCK,
-    FIND_BLOCKED,
-    FIND_HEADS,
-    FIND_PRECEDED,
-    FIRST_HEADS,
-    HEADS_AFTER,
-    POSTPONE,
-    RELEASE,
-    UNBLOCK,
-)
+from outboxio.storage.postgres.ordering import FIND_HEADS, UNBLOCK
 from outboxio.storage.postgres.session import CLAIM, FINISH
 from outboxio.storage.tables.events import WAITING_BY_TYPE
 from outboxio.storage.tables.notifications import (
@@ -48,6 +38,15 @@ from outboxio.storage.tables.notifications import (
     SELECT_BY_ID,
     SKIP,
     UNFINISHED_NAMES,
+)
+from outboxio.storage.tables.ordering import (
+    BLOCK,
+    FIND_BLOCKED,
+    FIND_PRECEDED,
+    FIRST_HEADS,
+    HEADS_AFTER,
+    POSTPONE,
+    RELEASE,
 )
 from outboxio.storage.tables.partitions import FIND_MISPLACED, REHOME
 from outboxio.storage.tables.retention import (
@@ -401,10 +400,14 @@ ABSENT = each([{"name": "old"}, {"name": "nobody"}])
 LINES: dict[str, tuple[str, Sequence[Any], str]] = {
     "a head": (FIND_HEADS, ["app", ["ledger"], ["blocked0"], True], "line"),
     "heads under two names": (FIND_HEADS, ["app", ["ledger", "old"], ["blocked0", "blocked1"], False], "line"),
-    "the first keys": (FIRST_HEADS, ["app", "ledger", "", 3, True], "line"),
-    "the keys behind one": (HEADS_AFTER, ["app", "ledger", "blocked1", 3, False], "line"),
+    "the first keys": (on_postgres(FIRST_HEADS), ["app", "ledger", "", True, 3], "line"),
+    "the keys behind one": (on_postgres(HEADS_AFTER), ["app", "ledger", "blocked1", False, 3], "line"),
     "unblocking": (UNBLOCK, ["app", ["ledger"], ["blocked0", "blocked1", "pending0"], 3, NOW], "line"),
-    "blocked rows without a key": (FIND_BLOCKED, ["app", ["plain", "ledger"], 5, 10], "line"),
+    "blocked rows without a key": (
+        on_postgres(FIND_BLOCKED),
+        [each([{"name": "plain"}, {"name": "ledger"}]), "app", 5, 10],
+        "line",
+    ),
     "due rows": (FIND_DUE, ["app", NOW, ["ledger"], [0], [10], [BEGINNING[0]], [BEGINNING[1]]], "partition"),
     "resuming": (on_postgres(FIND_PARKING), [each([{"name": "ledger"}]), "app", "dead1"], "parked"),
     "unfinished names": (on_postgres(UNFINISHED_NAMES), ["app"], "line"),
@@ -453,12 +456,16 @@ async def test_a_long_line_costs_no_more_than_a_short_one(postgres_url: str) -> 
 
 
 BY_KEY: dict[str, tuple[str, Callable[[list[str], list[str]], Sequence[Any]], str]] = {
-    "blocking": (BLOCK, lambda ids, event_ids: [ids, NOW], "pkey"),
-    "postponing": (POSTPONE, lambda ids, event_ids: [ids, NOW, NOW], "pkey"),
+    "blocking": (on_postgres(BLOCK), lambda ids, event_ids: [NOW, ids], "pkey"),
+    "postponing": (on_postgres(POSTPONE), lambda ids, event_ids: [NOW, NOW, ids], "pkey"),
     "claiming": (CLAIM, lambda ids, event_ids: [ids, ["PENDING", "FAILED"]], "pkey"),
     "finishing": (FINISH, lambda ids, event_ids: [ids, "SUCCEEDED", 1, NOW], "pkey"),
-    "preceded rows": (FIND_PRECEDED, lambda ids, event_ids: [ids], "event_id_handler_name_key"),
-    "releasing": (RELEASE, lambda ids, event_ids: [event_ids, NOW], "event_id_handler_name_key"),
+    "preceded rows": (on_postgres(FIND_PRECEDED), lambda ids, event_ids: [ids], "event_id_handler_name_key"),
+    "releasing": (
+        on_postgres(RELEASE),
+        lambda ids, event_ids: [NOW, event_ids],
+        "event_id_handler_name_key",
+    ),
     "moving": (on_postgres(REHOME), lambda ids, event_ids: [ids, 0, "app/dispatch/h", 1], "pkey"),
     "rows by their id": (
         on_postgres(SELECT_BY_ID),

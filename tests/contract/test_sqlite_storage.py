@@ -44,13 +44,15 @@ from outboxio.model.notification import DueQuery, Notification, State
 from outboxio.model.outcome import Bucket, Lease, Outcome
 from outboxio.storage.protocols import FanoutRequest, LockGrant
 from outboxio.storage.schema import sql_files
-from outboxio.storage.sqlite import due, errors, events, notifications, ordering
+from outboxio.storage.sqlite import errors, events, notifications, ordering
+from outboxio.storage.sqlite import notifications as due
 from outboxio.storage.sqlite.connection import BUSY_TIMEOUT, fetch_value
 from outboxio.storage.sqlite.database import SqliteDatabase
-from outboxio.storage.sqlite.inserts import INSERT_NOTIFICATIONS, MARK_DELIVERED
+from outboxio.storage.sqlite.insertion import INSERT_NOTIFICATIONS, MARK_DELIVERED
 from outboxio.storage.sqlite.session import CLAIM, FINISH, SqliteSession
 from outboxio.storage.tables import events as stored_events
 from outboxio.storage.tables import notifications as stored_notifications
+from outboxio.storage.tables import ordering as waiting
 from outboxio.storage.tables import retention
 from outboxio.support import machine
 from outboxio.support.clock import utc_now
@@ -372,18 +374,18 @@ PLANS = {
     "the oldest": (on_sqlite(stored_notifications.OLDEST_UNFINISHED), f"{DUE})"),
     "heads": (ordering.FIND_HEADS, f"{LINE} AND ordering_key=?)"),
     "heads that park": (ordering.FIND_HEADS, f"{PARKED} AND ordering_key=?)"),
-    "the first keys": (ordering.FIRST_HEADS, f"{LINE} AND ordering_key>?)"),
-    "the keys behind one": (ordering.HEADS_AFTER, f"{LINE} AND ordering_key>?)"),
-    "the heads of these keys": (ordering.HEADS_AFTER, f"{LINE} AND ordering_key=?)"),
-    "keys that are parked": (ordering.HEADS_AFTER, f"{PARKED} AND ordering_key>?)"),
-    "block": (ordering.BLOCK, BY_ID),
+    "the first keys": (on_sqlite(waiting.FIRST_HEADS), f"{LINE} AND ordering_key>?)"),
+    "the keys behind one": (on_sqlite(waiting.HEADS_AFTER), f"{LINE} AND ordering_key>?)"),
+    "the heads of these keys": (on_sqlite(waiting.HEADS_AFTER), f"{LINE} AND ordering_key=?)"),
+    "keys that are parked": (on_sqlite(waiting.HEADS_AFTER), f"{PARKED} AND ordering_key>?)"),
+    "block": (on_sqlite(waiting.BLOCK), BY_ID),
     "first blocked": (ordering.FIND_FIRST_BLOCKED, f"{LINE} AND ordering_key=?)"),
-    "unblock": (ordering.UNBLOCK, BY_ID),
-    "preceded": (ordering.FIND_PRECEDED, BY_ID),
-    "preceding": (ordering.FIND_PRECEDED, BY_EVENT),
-    "blocked without a key": (ordering.FIND_BLOCKED, f"{LINE} AND ordering_key=? AND sequence>?)"),
-    "release": (ordering.RELEASE, BY_EVENT),
-    "postpone": (ordering.POSTPONE, BY_ID),
+    "unblock": (on_sqlite(waiting.UNBLOCK), BY_ID),
+    "preceded": (on_sqlite(waiting.FIND_PRECEDED), BY_ID),
+    "preceding": (on_sqlite(waiting.FIND_PRECEDED), BY_EVENT),
+    "blocked without a key": (on_sqlite(waiting.FIND_BLOCKED), f"{LINE} AND ordering_key=? AND sequence>?)"),
+    "release": (on_sqlite(waiting.RELEASE), BY_EVENT),
+    "postpone": (on_sqlite(waiting.POSTPONE), BY_ID),
     "claim": (CLAIM, BY_ID),
     "finish": (FINISH, BY_ID),
     "owe": (INSERT_NOTIFICATIONS, EVENT_BY_ID),

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from outboxio.storage.statements import MYSQL, POSTGRES, first_ending
+from outboxio.storage.transaction_endings import MYSQL, POSTGRES, first_ending
 
 READERS: list[Callable[[str], str | None]] = [first_ending, POSTGRES.ending_in, MYSQL.ending_in]
 everywhere = pytest.mark.parametrize("ending_in", READERS, ids=["sqlite", "postgres", "mysql"])

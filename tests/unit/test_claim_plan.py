@@ -15,8 +15,11 @@ from outboxio.storage.mysql.claim_plan import (
     SKIP_LOCKED_FOR,
     Claim,
     ClaimPlan,
+    Key,
+    LiveSubscription,
+    keys_of,
+    subscribed,
 )
-from outboxio.storage.mysql.subscribed import Key, LiveSubscription, keys_of, subscribed
 from outboxio.storage.protocols import FanoutRequest, FanoutResult
 
 NOW = datetime(2030, 1, 1)

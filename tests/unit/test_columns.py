@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from outboxio.model.notification import COPIED
 from outboxio.storage.ddl import parts_of
-from outboxio.storage.postgres import columns, events, insertion, session
+from outboxio.storage.postgres import events, insertion, session
 from outboxio.storage.schema import sql_files
+from outboxio.storage.tables import notifications
 
 #: Columns with a value of the database's own: a default, or an identity.
 MADE_BY_THE_DATABASE = {"events": {"sequence"}, "event_notifications": {"errors"}}
@@ -26,7 +27,7 @@ def test_fan_out_and_the_inbox_make_notifications_with_all_columns() -> None:
 
 
 def test_an_operator_sees_all_columns_of_a_notification() -> None:
-    assert set(columns.OF_NOTIFICATION) == columns_of("event_notifications")
+    assert set(notifications._FIELDS) == columns_of("event_notifications")
 
 
 def test_the_copied_columns_are_columns_of_both_tables() -> None:

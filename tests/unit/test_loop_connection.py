@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from outboxio.loops.owner import EventLoopGuard
-from outboxio.storage.connections.loop_connection import MOST_FAILURES, BaseLoopConnection, OnlyReads
+from outboxio.storage.connections.loop_connection import MOST_FAILURES, BaseLoopConnection, LoopSource, OnlyReads
 
 
 class Wire:
@@ -49,7 +49,8 @@ class LoopConnection(BaseLoopConnection):
         self.wires: list[Wire] = []
         self.others = Others()
         self.leads_to_standby = False
-        super().__init__(self._open_wire, self._close_wire, self.others, guard=EventLoopGuard.of_shard("default"))
+        guard = EventLoopGuard.of_shard("default")
+        super().__init__(LoopSource(self._open_wire, self._close_wire, self.others, guard))
 
     async def _open_wire(self) -> Wire:
         self.wires.append(Wire())

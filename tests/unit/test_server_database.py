@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from outboxio.loops.owner import EventLoopGuard
 from outboxio.storage.connections.driver import DEFAULT_LIMITS, ServerCalls
-from outboxio.storage.connections.identity import Identity, Kin
-from outboxio.storage.connections.loop_connection import BaseLoopConnection, Troubles
-from outboxio.storage.connections.pool import GivenPool, Occupancy
+from outboxio.storage.connections.identity import Identity
+from outboxio.storage.connections.loop_connection import BaseLoopConnection, LoopSource
+from outboxio.storage.connections.pool import Occupancy, PoolAccess
 from outboxio.storage.connections.server import ServerDatabase
 from outboxio.storage.connections.watch import Sessions
 
@@ -70,18 +69,11 @@ class Database(ServerDatabase[LoopConnection]):
     def _place_of(url: str | None) -> str:
         return url or "the given pool"
 
-    def _take_from(self, pool: Any) -> GivenPool:
+    def _access_to(self, pool: Any) -> PoolAccess:
         async def release(wire: Wire) -> None:
             self.given_back.append(wire)
 
-        return GivenPool(
-            pool, guard=self._guard, shard=self.name, timeout=1.0, acquire=self._connect, release=release,
-            has_idle=lambda: True, occupancy=lambda: Occupancy(0, 1),
-        )  # fmt: skip
-
-    @staticmethod
-    def _size_of_given(pool: Any) -> int:
-        return 1
+        return PoolAccess(self._connect, release, lambda: True, lambda: Occupancy(0, 1))
 
     async def _connect(self) -> Wire:
         return await self._connect_to_ask(self._direct_url or "")
@@ -93,21 +85,29 @@ class Database(ServerDatabase[LoopConnection]):
         self.opened.append(Wire(url))
         return self.opened[-1]
 
-    async def _own_identity(self) -> tuple[Identity, Kin | None]:
+    async def _check_out(self) -> Any:
         raise NotImplementedError
 
-    def _dedicated(
-        self,
-        *,
-        keeps: bool = True,
-        writes: bool = True,
-        guard: EventLoopGuard | None = None,
-        troubles: Troubles | None = None,
-    ) -> LoopConnection:
-        return LoopConnection(
-            self._connect, self._release, troubles or self._connections, guard=guard or self._guard, keeps=keeps,
-            writes=writes,
-        )  # fmt: skip
+    async def _identity_of(self, connection: Wire) -> Identity:
+        raise NotImplementedError
+
+    async def _session_number(self, connection: Wire, *, in_transaction: bool = False) -> int:
+        raise NotImplementedError
+
+    async def _explain(self, session: Any, error: BaseException) -> Exception | None:
+        raise NotImplementedError
+
+    def _session_of_unit(self, unit: Any) -> Any:
+        raise NotImplementedError
+
+    def _lock_on(self, session: LoopConnection, owner: str, channel: str | None, heartbeat: float) -> Any:
+        raise NotImplementedError
+
+    def _keys_on(self, session: LoopConnection, owner: str, heartbeat: float) -> Any:
+        raise NotImplementedError
+
+    def _make_loop(self, source: LoopSource, *, keeps: bool, writes: bool) -> LoopConnection:
+        return LoopConnection(source, keeps=keeps, writes=writes)
 
 
 def test_connections_to_one_url_have_one_watch() -> None:

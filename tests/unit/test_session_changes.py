@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from outboxio.storage.mysql.restoring import may_leave_something
+from outboxio.storage.mysql.connection import may_leave_something
 
 
 @pytest.mark.parametrize(

@@ -18,19 +18,17 @@ STORAGE = PACKAGE / "storage"
 AT_IMPORT = {
     "mysql/columns.py": {"_hash", "notifications_of", "partition_among", "partition_of", "selected", "as_json_value"},
     "mysql/flavour.py": {"by_flavour", "for_flavours", "_spelled"},
-    "mysql/ordering.py": {"_find_first"},
-    "mysql/probes.py": {"_first"},
+    "mysql/ordering.py": {"_find_first", "_first"},
     "postgres/columns.py": {"_context", "_micros", "partition_of", "selected"},
     "postgres/events.py": {"_with_handoff", "_without_handoff"},
-    "postgres/ordering.py": {"_next_key", "_heads_behind"},
     "sqlite/events.py": {"Kind"},
-    "sqlite/ordering.py": {"_head", "_next_key", "_heads_behind"},
     "sqlite/columns.py": {"due_row", "micros", "names", "values"},
-    "statements.py": {"Lexicon", "_postgres", "_mysql"},
+    "transaction_endings.py": {"Lexicon", "_postgres", "_mysql"},
     "statement.py": {"delete"},
+    "tables/ordering.py": {"_first_in", "_heads_behind", "_next_in", "_next_key"},
     "tables/probes.py": {"_counted", "_newest", "_next_name", "_next_waiting", "_of_state"},
     "tables/reads.py": {"_count", "_mysql_is_text", "_mysql_text", "_of_listed", "_walk"},
-    "tables/search.py": {"_records"},
+    "tables/notifications.py": {"_records"},
     "syntax.py": {"Syntax", "PostgresSyntax", "MysqlSyntax", "SqliteSyntax"},
 }
 
@@ -50,7 +48,7 @@ HARMLESS = {
         "matching_events": "constants, in a row",
         "_joined": "an argument: a pattern",
     },
-    "adoption.py": {"_flaws": TEXT, "_flaws_of_table": TEXT},
+    "migration.py": {"_flaws": TEXT, "_flaws_of_table": TEXT},
     "__init__.py": {"Shard.__repr__": TEXT, "_plain": "no statement: a URL"},
     "engines/given_engine.py": {"GivenEngine.place": TEXT, "given_engine": TEXT},
     "mysql/connection.py": {
@@ -62,18 +60,17 @@ HARMLESS = {
         "_literal": SESSION,
         "id_list": IDS,
     },
-    "mysql/jumps.py": {
-        "jump": "variables that are called by numbers",
-        "jump_together": "variables that are called by numbers",
-        "_assigned": "constants, and variables that are called by numbers",
-        "_next": "constants, and variables that are called by numbers",
-    },
-    "mysql/server_info.py": {"identity_of": TEXT},
     "postgres/server_info.py": {"identity_of": TEXT},
     "postgres/insertion.py": {"blocking_insertion": "no statement: names of arguments, which are numbers"},
     "synchronous.py": {"_mysql_insertion": PLACEHOLDERS, "synchronous": TEXT},
-    "mysql/database.py": {"_reason": TEXT, "MysqlDatabase._give_up": TEXT},
-    "mysql/due_rows.py": {
+    "mysql/database.py": {
+        "identity_of": TEXT,
+        "MysqlDatabase._reason": TEXT,
+        "MysqlDatabase._give_up": TEXT,
+        "MysqlDatabase._session_number": "constants, in a row",
+    },
+    "mysql/notifications.py": {
+        "settlement": IDS,
         "as_notifications": "no statement: an answer",
         "few_of_slots": "one constant, repeated",
         "of_slots": "one constant, repeated",
@@ -86,22 +83,18 @@ HARMLESS = {
         "claim_statement": "constants, in a row",
         "_branch": PLACEHOLDERS,
     },
-    "mysql/fast_path.py": {"take_committed": IDS},
-    "mysql/handoff.py": {"find_just_made": IDS + "; and placeholders"},
-    "mysql/settlement.py": {"settlement": IDS},
-    "mysql/subscribed.py": {
+    "mysql/new_notifications.py": {"take_committed": IDS, "find_just_made": IDS + "; and placeholders"},
+    "mysql/claim_plan.py": {
         "Key.name": "no statement: a key of fan-out",
         "keys_of": "no statement: a key of fan-out",
         "subscribed": "no statement: an answer",
     },
-    "mysql/ordering.py": {
-        "MysqlOrdering._next_keys": "numbers, and variables that are called by numbers",
-        "MysqlOrdering._next_keys.next_key": "numbers, and variables that are called by numbers",
-        "MysqlOrdering._read": IDS,
-        "MysqlOrdering._write": IDS,
-    },
     "mysql/lock.py": {"MysqlClusterLock.release": PLACEHOLDERS, "_give_back": PLACEHOLDERS},
     "mysql/port.py": {
+        "next_values": "variables that are called by numbers",
+        "jump_together": "variables that are called by numbers",
+        "_assigned": "constants, and variables that are called by numbers",
+        "_next": "constants, and variables that are called by numbers",
         "MysqlPort._fetch": "a constant",
         "MysqlPort.named.placeholder": PLACEHOLDERS,
         "MysqlPort.fetch_each.work": "one constant, repeated, and numbers in names of arguments",
@@ -123,7 +116,6 @@ HARMLESS = {
         "MysqlSession.claim": IDS,
         "MysqlSession.finish": IDS,
         "MysqlSession.insert_notifications": "constants, in a row",
-        "MysqlSession.consumed": PLACEHOLDERS,
         "MysqlSession._literal": "bytes, as hexadecimal digits",
         "MysqlSession._run": "the caller's own statement, as its driver would fill it in",
     },
@@ -136,24 +128,22 @@ HARMLESS = {
         "LoopConnection.restore": SESSION,
         "LoopConnection._refused": TEXT,
     },
-    "postgres/encoding.py": {"encoding_called": "no statement: the name of a codec"},
+    "postgres/columns.py": {"encoding_called": "no statement: the name of a codec"},
     "postgres/database.py": {
         "PostgresDatabase.notify": "a channel that is a digest, and a payload that was quoted",
-        "PostgresDatabase._explain": TEXT,
+        "PostgresDatabase._explained": TEXT,
         "where": TEXT,
     },
     "postgres/notifications.py": {"settlement": "an argument: slots, as texts"},
     "postgres/schema.py": {
-        "PostgresSchema._migrate": "a file of our own, or the same without one of its statements",
+        "PostgresSchema._apply": "a file of our own, or the same without one of its statements",
         "PostgresSchema._refuse_lacking": FOR_PEOPLE,
         "PostgresSchema._cannot_make": FOR_PEOPLE,
     },
     "postgres/session.py": {"ActionConnection._end": "constants, in a row"},
-    "postgres/key_session.py": {
+    "postgres/lock.py": {
         "PostgresKeySession.take": "numbers of locks, in place of parameters: one message to the server",
         "PostgresKeySession.leave": "a number of a lock, in place of a parameter: one message to the server",
-    },
-    "postgres/lock.py": {
         "PostgresClusterLock.__init__": NAME,
         "PostgresClusterLock.release": "numbers, and names that were quoted",
     },
@@ -178,7 +168,7 @@ HARMLESS = {
     "sqlite/events.py": {"Key.name": "no statement: the key of a room"},
     "sqlite/lock.py": {"FileLocks.take": NAME, "_refuse_foreign": TEXT},
     "sqlite/schema.py": {"SqliteSchema._refuse_without_keys": TEXT, "SqliteSchema.orders_refused": TEXT},
-    "sqlite/application_connection.py": {"is_connection": NAME},
+    "sqlite/session.py": {"is_connection": NAME},
 }
 
 

@@ -158,6 +158,11 @@ def test_the_command_prints_statements_for_a_shell(capsys: pytest.CaptureFixture
     assert "operations." not in printed
 
 
+def test_the_command_prints_no_statement_of_a_table_that_the_dialect_lacks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sqlite", "partitions"]) == 0
+    assert capsys.readouterr().out == ""
+
+
 def test_the_command_lists_the_dialects_it_knows(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["oracle"]) == 2
     assert "{postgres|mysql|mariadb|sqlite}" in capsys.readouterr().err

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from outboxio.storage.statements import (
+from outboxio.storage.transaction_endings import (
     MYSQL,
     MYSQL_NOT_ESCAPING,
     POSTGRES,

@@ -8,14 +8,13 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Protocol
 
+from msgspec import Struct
+
 from outboxio.loops.owner import EventLoopGuard
 from outboxio.support.aio import to_the_end
 from outboxio.support.log import log_of
 
 logger = log_of(__name__)
-
-Connect = Callable[[], Awaitable[Any]]
-Release = Callable[[Any], Awaitable[None]]
 
 MOST_FAILURES = 5  # failed statements in a row, for any reason, after which the connection is replaced
 
@@ -38,6 +37,15 @@ class OnlyReads(Exception):
     """A new connection leads to a server that does not write."""
 
 
+class LoopSource(Struct, frozen=True):
+    """Where a loop connection comes from and goes back to, and what learns of its failures."""
+
+    connect: Callable[[], Awaitable[Any]]
+    release: Callable[[Any], Awaitable[None]]
+    troubles: Troubles
+    guard: EventLoopGuard
+
+
 class BaseLoopConnection(ABC):
     """The connection of one loop: session settings applied, one statement at a time, opened again after a failure.
 
@@ -48,24 +56,15 @@ class BaseLoopConnection(ABC):
     - A connection of a former event loop is forgotten.
     """
 
-    def __init__(
-        self,
-        connect: Connect,
-        release: Release,
-        troubles: Troubles,
-        *,
-        guard: EventLoopGuard,
-        keeps: bool = True,
-        writes: bool = True,
-    ) -> None:
-        self._connect = connect
-        self._release = release
-        self._troubles = troubles
-        self._guard = guard
+    def __init__(self, source: LoopSource, *, keeps: bool = True, writes: bool = True) -> None:
+        self._connect = source.connect
+        self._release = source.release
+        self._troubles = source.troubles
+        self._guard = source.guard
         self._keeps = keeps
         self._writes = writes
         self._begin_anew()
-        guard.when_taken_over(self._begin_anew)
+        self._guard.when_taken_over(self._begin_anew)
 
     def _begin_anew(self) -> None:
         self._connection: Any = None

@@ -217,32 +217,35 @@ class Occupancy(Struct, frozen=True):
     size: int
 
 
+class PoolAccess(Struct, frozen=True):
+    """How connections are taken out of a driver's pool."""
+
+    acquire: Callable[[], Awaitable[Any]]
+    release: Callable[[Any], Coroutine[Any, Any, None]]
+    has_idle: Callable[[], bool]
+    """True if ``acquire`` returns a connection at once, so that no timer is needed."""
+    occupancy: Callable[[], Occupancy]
+
+
 class GivenPool:
     """Takes connections out of a given pool, in the pool's event loop, and waits up to ``timeout`` seconds."""
 
-    def __init__(
-        self,
-        pool: Any,
-        *,
-        guard: EventLoopGuard,
-        shard: str,
-        timeout: float,
-        acquire: Callable[[], Awaitable[Any]],
-        release: Callable[[Any], Coroutine[Any, Any, None]],
-        has_idle: Callable[[], bool],
-        occupancy: Callable[[], Occupancy],
-    ) -> None:
-        """``has_idle``: True if ``acquire`` returns a connection at once, so that no timer is needed."""
+    def __init__(self, pool: Any, access: PoolAccess, *, guard: EventLoopGuard, shard: str, timeout: float) -> None:
         self._pool = pool
         self._guard = guard
         self._shard = shard
         self._timeout = timeout
-        self._acquire = acquire
-        self.release = release
+        self._acquire = access.acquire
+        self.release = access.release
         """Gives a connection back to the pool."""
-        self._has_idle = has_idle
-        self._occupancy = occupancy
+        self._has_idle = access.has_idle
+        self._occupancy = access.occupancy
         guard.when_taken_over(self._refuse_another_loop)
+
+    @property
+    def size(self) -> int:
+        """The largest number of connections; 0 without a limit."""
+        return self._occupancy().size
 
     @property
     def in_use(self) -> int:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from outboxio.errors import ConfigurationError, DatabaseUnavailable, PoolExhausted
 from outboxio.loops.owner import EventLoopGuard
 from outboxio.storage.connections.driver import Limits
-from outboxio.storage.connections.pool import Occupancy
+from outboxio.storage.connections.pool import GiveBack, Occupancy
 from outboxio.support.aio import heeding_cancellation
 
 if TYPE_CHECKING:
@@ -87,8 +87,8 @@ class GivenEngine:
         if not event.contains(self._engine.sync_engine, "invalidate", listener):  # another outbox may use the engine
             event.listen(self._engine.sync_engine, "invalidate", listener)
 
-    async def check_out(self) -> Unit:
-        """A connection of the engine's pool, for a single transaction.
+    async def check_out(self) -> tuple[Unit, GiveBack]:
+        """A connection of the engine's pool for a single transaction, and the function that gives it back.
 
         Raises :class:`PoolExhausted` if no connection comes back within the time of the engine's pool, or of the
         setting ``pool_timeout``. Raises :class:`DatabaseUnavailable` if the engine cannot connect.
@@ -100,7 +100,7 @@ class GivenEngine:
         with self._reaching():
             async with asyncio.timeout(self._limits.pool_timeout):
                 await heeding_cancellation(connection.start(), _close)
-        return Unit(connection, self._maker)
+        return Unit(connection, self._maker), Unit.close
 
     async def open(self) -> Any:
         """Open a connection of the driver, in any event loop, as the engine opens the connections of its pool."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from operator import attrgetter
 
 from outboxio.model.event import ActionRecord, EventRecord
-from outboxio.model.notification import COPIED, Context, Notification, NotificationRecord
+from outboxio.model.notification import COPIED, Context, Notification
 
 # --- events ----------------------------------------------------------------------------------------
 
@@ -74,7 +74,6 @@ OWN_PARTITION = partition_of("n.namespace", "n.handler_name", "n.ordering_key", 
 DUE_COLUMNS = Notification.__struct_fields__[: Notification.__struct_fields__.index("raw_context")]
 CONTEXT_COLUMNS = Context.__struct_fields__
 CONTEXT_DATES = tuple(column for column in CONTEXT_COLUMNS if column.endswith("_date"))
-RECORD_COLUMNS = tuple(column for column in NotificationRecord.__struct_fields__ if column != "shard")
 
 # The text columns. MariaDB refuses several collations in one JSON text; JSON columns have utf8mb4_bin there.
 _TEXT = {"handler_name", "event_type", "namespace", "action_name", "model_id", "model_type", "correlation_id", "state",

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from datetime import datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from outboxio.errors import ConfigurationError, DatabaseUnavailable, PooledConnection, PoolTooSmall
+from outboxio.errors import ConfigurationError
 from outboxio.loops.owner import EventLoopGuard
 from outboxio.model.action import cause_chain
 from outboxio.model.payloads.fields import kept_by_double
 from outboxio.storage.connections.driver import DEFAULT_LIMITS, Limits, ServerCalls, configure
-from outboxio.storage.connections.identity import Identity, Kin
-from outboxio.storage.connections.loop_connection import Troubles
-from outboxio.storage.connections.pool import GiveBack, GivenPool, Occupancy
-from outboxio.storage.connections.server import ServerDatabase, together
-from outboxio.storage.connections.threaded_lock import ThreadedLock, TroublesOfThread
-from outboxio.storage.connections.watch import Watch
+from outboxio.storage.connections.identity import Identity
+from outboxio.storage.connections.loop_connection import LoopSource
+from outboxio.storage.connections.pool import GiveBack, Occupancy, PoolAccess
+from outboxio.storage.connections.server import ServerDatabase
+from outboxio.storage.connections.watch import ServerSession, Sessions, Watch
 from outboxio.storage.engines.given_engine import GivenEngine
 from outboxio.storage.mysql import driver, errors
 from outboxio.storage.mysql.connection import (
@@ -27,32 +25,91 @@ from outboxio.storage.mysql.connection import (
     drop,
     execute,
     fetch,
+    fetch_each,
     hang_up,
     is_usable,
+    learn_to_restore,
     limit,
+    restore,
     waits_for,
 )
+from outboxio.storage.mysql.driver import is_closed
 from outboxio.storage.mysql.fanout import MysqlFanout
 from outboxio.storage.mysql.flavour import FLAVOURS, MARIADB, MYSQL, Server, for_flavours
-from outboxio.storage.mysql.key_session import MysqlKeySession
-from outboxio.storage.mysql.lock import MysqlClusterLock, longest_silence
+from outboxio.storage.mysql.lock import MysqlClusterLock, MysqlKeySession, longest_silence
 from outboxio.storage.mysql.notifications import MysqlNotifications
-from outboxio.storage.mysql.ordering import MysqlOrdering
+from outboxio.storage.mysql.ordering import MysqlOrdering, MysqlProbes
 from outboxio.storage.mysql.port import MysqlPort
-from outboxio.storage.mysql.probes import MysqlProbes
-from outboxio.storage.mysql.restoring import learn_to_restore, restore
 from outboxio.storage.mysql.schema import MysqlSchema
-from outboxio.storage.mysql.server_info import does_not_write, identity_of, session_of, sessions_of
-from outboxio.storage.mysql.session import MysqlSession, PooledSession, give_back
+from outboxio.storage.mysql.session import MysqlSession, give_back
 from outboxio.storage.mysql.url import connect_arguments, dialect_of, where
-from outboxio.storage.protocols import ClusterLock
 from outboxio.storage.tables import Tables
 from outboxio.storage.tables.walks import Bounds
 from outboxio.support.aio import heeding_cancellation, to_the_end
 
 if TYPE_CHECKING:
     from outboxio.storage.engines.unit import Unit
-    from outboxio.storage.mysql.engine_session import UnitSession
+
+# --- questions to the server -----------------------------------------------------------------------
+#
+# Facts about a MySQL or MariaDB server: the identity, the state of the sessions, read only or not.
+
+WHO = "SELECT CONNECTION_ID(), @@hostname, @@port, @@server_id, @@datadir"
+SESSIONS = "SHOW PROCESSLIST"  # the sessions of our own user
+# A statement for each variable: on a session of the application, sql_select_limit leaves out rows of SHOW VARIABLES.
+WHICH = "; ".join(
+    f"SHOW GLOBAL VARIABLES WHERE Variable_name = '{name}'"
+    for name in (
+        "hostname", "port", "datadir", "server_uuid", "group_replication_group_name", "wsrep_on", "wsrep_cluster_name",
+    )
+)  # fmt: skip
+SWITCHES = """
+SHOW GLOBAL VARIABLES WHERE Value NOT IN ('OFF', '0') AND Variable_name IN
+  ('read_only', 'super_read_only', 'innodb_read_only', 'transaction_read_only', 'tx_read_only')
+"""
+
+
+async def session_of(connection: Any) -> ServerSession | None:
+    """The session of a connection; ``None`` behind a proxy that shares sessions, where the session may change."""
+    ((number, *server),) = await fetch(connection, WHO)
+    return ServerSession(tuple(server), number) if number == connection.thread_id() else None
+
+
+async def sessions_of(connection: Any, numbers: Iterable[int]) -> Sessions | None:
+    """The state of sessions; ``None`` behind a proxy that shares sessions, where the numbers mean no connection."""
+    own = await session_of(connection)
+    # Columns: number, user, host, database, command, seconds since the command began.
+    rows = await fetch(connection, SESSIONS)
+    told = {row[0]: float(row[5] or 0) if row[4] == "Sleep" else None for row in rows}
+    if own is None or own.number not in told:
+        return None
+    return Sessions(own.server, {number: told[number] for number in numbers if number in told})
+
+
+async def identity_of(connection: Any) -> Identity:
+    """The identity of the server, which has a single eventlog, or of the cluster, whose servers share an eventlog."""
+    found = {name: value for rows in await fetch_each(connection, WHICH) for name, value in rows}
+    cluster = found.get("group_replication_group_name")
+    if not cluster and found.get("wsrep_on") == "ON":
+        cluster = found.get("wsrep_cluster_name")
+    place = f"the server {found['hostname']}:{found['port']}"
+    if cluster:
+        return Identity(cluster, f"the cluster {cluster!r}, {place}")
+    return Identity(found.get("server_uuid") or tuple(sorted(found.items())), place)
+
+
+async def does_not_write(connection: Any, error: Exception) -> bool:
+    """True if the server refused a statement because the server is read only.
+
+    The same numbers stand for unrelated options of the server, and for a READ ONLY transaction of the application.
+    """
+    if not errors.is_read_only(error) or is_closed(connection):
+        return False
+    return errors.number(error) not in errors.AMBIGUOUS or bool(await fetch(connection, SWITCHES))
+
+
+# --- the database ----------------------------------------------------------------------------------
+
 
 NOW = for_flavours("SELECT CAST(UTC_TIMESTAMP(6) AS DATETIME(6))")
 CALLS = ServerCalls(is_usable, hang_up, drop, waits_for, sessions_of)
@@ -62,6 +119,8 @@ class MysqlDatabase(ServerDatabase[LoopConnection], Tables):
     stores_nul = True
     wakes_across_processes = False
     _place_of = staticmethod(where)
+    _connect_errors = (OSError, OverflowError, RuntimeError, driver.MySQLError)
+    _size_option = "maxsize"
 
     def __init__(
         self,
@@ -79,10 +138,12 @@ class MysqlDatabase(ServerDatabase[LoopConnection], Tables):
         if isinstance(source, str | GivenEngine):
             flavour = FLAVOURS[source.dialect if isinstance(source, GivenEngine) else dialect_of(source)]
         self._server = Server(flavour, limits, self._give_up)
+        self._make_session = partial(MysqlSession, server=self._server)
         super().__init__(name, source, direct_url, CALLS, guard=guard, limits=limits)
+        self._restore = None if self._given else self._restore_and_give_back
         self.events = MysqlFanout(self._fanout, self._admin, self._server)
         self.notifications = MysqlNotifications(self._find, self._settle, self._server)
-        self.ordering = MysqlOrdering(self._find)
+        self.ordering = MysqlOrdering(self._find, self._server)
         loops = (self._admin, self._find, self._settle, self._jobs)
         bounds = Bounds(rows=1000, errors=500, foreign=30_000, blocked_alone=True)
         Tables.__init__(self, name, bounds, *(MysqlPort(one, self._server) for one in loops))
@@ -99,14 +160,6 @@ class MysqlDatabase(ServerDatabase[LoopConnection], Tables):
         """The check of MySQL; JSON is text on MariaDB, which keeps all numbers."""
         return document if self._server.flavour is MARIADB else kept_by_double(document, subject)
 
-    def session(self) -> AbstractAsyncContextManager[MysqlSession]:
-        if self._engine is not None:
-            return self._unit_of(self._engine)
-        restore = None if self._given else self._restore_and_give_back
-        return PooledSession(self._check_out, self._explain, self._server, restore)
-
-    reading = session
-
     def wrap(self, connection: Any) -> MysqlSession | None:
         if not driver.is_connection(connection):
             return None
@@ -119,39 +172,22 @@ class MysqlDatabase(ServerDatabase[LoopConnection], Tables):
         if connection not in ours:
             await self._own.require(connection, lambda: identity_of(connection))
 
-    async def _own_identity(self) -> tuple[Identity, Kin | None]:
-        connection = await self._connect()
-        try:
-            # A proxy may send a read outside of a transaction to a second server.
-            await execute(connection, "START TRANSACTION")
-            identity = await identity_of(connection)
-            await execute(connection, "ROLLBACK")
-            return identity, None
-        finally:
-            await to_the_end(self._release(connection))
+    async def _identity_of(self, connection: Any) -> Identity:
+        # A proxy may send a read outside of a transaction to a second server.
+        await execute(connection, "START TRANSACTION")
+        identity = await identity_of(connection)
+        await execute(connection, "ROLLBACK")
+        return identity
 
-    def cluster_lock(
-        self, owner: str, channel: str | None, heartbeat: float, longest_block: float = 60.0
-    ) -> ClusterLock:
+    def _lock_on(self, session: LoopConnection, owner: str, channel: str | None, heartbeat: float) -> MysqlClusterLock:
         # A settlement that also writes events is a transaction of several statements, and so is a round of fan-out. A
         # process that freezes within such a transaction must not keep the locks: a successor raises the lease rows of
         # the settlement, and makes the rows of the fan-out, where locked rows of ordered handlers cannot be skipped.
         for loop in (self._settle, self._fanout):
             loop.end_silent_transactions(longest_silence(heartbeat))
-        if not self._opens_for_loops:  # the connections of a given pool belong to the application's event loop
-            session = self._dedicated()
-            self._connections.locks.add(session)
-            return MysqlClusterLock(session, self._server, owner, heartbeat)
-        guard = EventLoopGuard.of_shard(self.name)  # of the event loop of the thread
-        session = self._dedicated(guard=guard, troubles=TroublesOfThread(self._connections, self._guard))
-        lock = MysqlClusterLock(session, self._server, owner, heartbeat)
-        threaded = ThreadedLock(lock, session, heartbeat, longest_block)
-        self._connections.locks.add(threaded)
-        return threaded
+        return MysqlClusterLock(session, self._server, owner, heartbeat)
 
-    def key_session(self, owner: str, heartbeat: float) -> MysqlKeySession:
-        session = self._dedicated()
-        self._connections.locks.add(session)
+    def _keys_on(self, session: LoopConnection, owner: str, heartbeat: float) -> MysqlKeySession:
         return MysqlKeySession(session, self._server, owner, heartbeat)
 
     async def notify(self, channel: str, payload: str) -> None:
@@ -164,25 +200,10 @@ class MysqlDatabase(ServerDatabase[LoopConnection], Tables):
     async def lock_room(self) -> int | None:
         return None
 
-    async def refuse_shared_sessions(self) -> None:
-        """Two connections that are open at once have two sessions, unless a proxy shares sessions."""
-        opened = [await self._connect()]
-        try:
-            number = await _session_number(opened[0])
-            opened.append(await self._connect())
-            await execute(opened[1], "START TRANSACTION")
-            is_shared = await _session_number(opened[1]) == number
-            await execute(opened[1], "ROLLBACK")
-            if is_shared:
-                raise PooledConnection(self.name)
-        finally:
-            await to_the_end(together(map(self._release, opened)))
-
-    def require_room(self, loops: int) -> None:
-        if self._given is not None and not self._opens_for_loops and self._pool.maxsize:
-            size, needed = self._pool.maxsize, loops + 1
-            if size < needed:
-                raise PoolTooSmall(self.name, size, needed, "maxsize")
+    async def _session_number(self, connection: Any, *, in_transaction: bool = False) -> int:
+        begin, end = ("START TRANSACTION; ", "; ROLLBACK") if in_transaction else ("", "")
+        [[(number,)]] = await fetch_each(connection, f"{begin}SELECT CONNECTION_ID(){end}")
+        return int(number)
 
     is_transient = staticmethod(errors.is_transient)
     refuses_value = staticmethod(errors.refuses_value)
@@ -190,51 +211,34 @@ class MysqlDatabase(ServerDatabase[LoopConnection], Tables):
     lacks_schema = staticmethod(errors.lacks_schema)
     lacks_rights = staticmethod(errors.lacks_rights)
 
-    def _dedicated(
-        self,
-        *,
-        keeps: bool = True,
-        writes: bool = True,
-        guard: EventLoopGuard | None = None,
-        troubles: Troubles | None = None,
-    ) -> LoopConnection:
-        return LoopConnection(
-            self._connect, self._release, troubles or self._connections, self._server, guard=guard or self._guard,
-            keeps=keeps, writes=writes,
-        )  # fmt: skip
+    def _make_loop(self, source: LoopSource, *, keeps: bool, writes: bool) -> LoopConnection:
+        return LoopConnection(source, self._server, keeps=keeps, writes=writes)
 
-    def _take_from(self, pool: Any) -> GivenPool:
+    def _access_to(self, pool: Any) -> PoolAccess:
         release = partial(give_back, pool)
 
         def acquire() -> Awaitable[Any]:
             return heeding_cancellation(pool.acquire(), release)
 
-        return GivenPool(
-            pool, guard=self._guard, shard=self.name, timeout=self._limits.pool_timeout, acquire=acquire,
-            release=release, has_idle=lambda: pool.freesize > 0 and not pool._cond.locked(),
-            occupancy=lambda: Occupancy(pool.size - pool.freesize, pool.maxsize or 0),
-        )  # fmt: skip
+        def occupancy() -> Occupancy:
+            return Occupancy(pool.size - pool.freesize, pool.maxsize or 0)
 
-    @staticmethod
-    def _size_of_given(pool: Any) -> int:
-        return int(pool.maxsize or 0)
+        return PoolAccess(acquire, release, lambda: pool.freesize > 0 and not pool._cond.locked(), occupancy)
 
-    def _unit_of(self, engine: GivenEngine) -> AbstractAsyncContextManager[MysqlSession]:
-        from outboxio.storage.engines.checkout import CheckedOutUnit
-        from outboxio.storage.mysql import engine_session
+    def _session_of_unit(self, unit: Unit) -> MysqlSession:
+        from outboxio.storage.mysql.engine_session import UnitSession
 
-        def make(unit: Unit) -> UnitSession:
-            self._greet(unit.driver)
-            return engine_session.UnitSession(unit, self._server)
+        self._greet(unit.driver)
+        return UnitSession(unit, self._server)
 
-        async def explain(session: UnitSession, error: Exception) -> Exception | None:
-            for cause in cause_chain(error):
-                if isinstance(cause, Exception) and (found := await self._explain(session.unit.driver, cause)):
-                    session.discard()
-                    return found
+    async def _explain(self, session: MysqlSession, error: BaseException) -> Exception | None:
+        if not isinstance(error, Exception):
             return None
-
-        return CheckedOutUnit(engine, make, explain)
+        for cause in cause_chain(error) if session.unit is not None else [error]:  # SQLAlchemy wraps errors
+            if isinstance(cause, Exception) and (found := await self._explained(session.driver_connection, cause)):
+                session.discard()
+                return found
+        return None
 
     def _answer_time(self, url: str) -> float:
         seconds: float = self._arguments[url].get("connect_timeout", self._limits.connect_timeout)
@@ -246,7 +250,7 @@ class MysqlDatabase(ServerDatabase[LoopConnection], Tables):
     def _give_up(self, connection: Any) -> None:
         self._connections.give_up(connection, f"no answer within {self._limits.statement_timeout:g} s")
 
-    async def _explain(self, connection: Any, error: Exception) -> Exception | None:
+    async def _explained(self, connection: Any, error: Exception) -> Exception | None:
         """The error to raise in place of the error that ended an action, if outboxio knows a clearer error."""
         if errors.is_read_only(error):
             try:
@@ -342,11 +346,11 @@ class MysqlDatabase(ServerDatabase[LoopConnection], Tables):
                 drop(connection)
                 raise
 
-    async def _reaching(self, url: str | None, reach: Callable[[], Any]) -> Any:
-        try:
-            return await reach()
-        except (OSError, OverflowError, RuntimeError, driver.MySQLError) as error:
-            raise DatabaseUnavailable(self.name, self._where(url), _reason(error)) from error
+    @staticmethod
+    def _reason(error: Exception) -> str:
+        """The text of the driver's error, with the cause that the text leaves out: a certificate, a missing socket."""
+        reason, cause = str(error) or type(error).__name__, error.__cause__
+        return f"{reason}: {cause!r}" if cause is not None else reason
 
 
 def refuse_charset(shard: str, connection: Any) -> None:
@@ -359,13 +363,3 @@ def refuse_charset(shard: str, connection: Any) -> None:
             f"shard {shard!r}: a connection has the character set {name}, in which texts would change; open the pool, "
             "the engine or the connection with charset='utf8mb4'"
         )
-
-
-def _reason(error: Exception) -> str:
-    """The text of the driver's error, with the cause that the text leaves out: a certificate, a missing socket."""
-    reason, cause = str(error) or type(error).__name__, error.__cause__
-    return f"{reason}: {cause!r}" if cause is not None else reason
-
-
-async def _session_number(connection: Any) -> int:
-    return int((await fetch(connection, "SELECT CONNECTION_ID()"))[0][0])

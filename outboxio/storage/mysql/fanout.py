@@ -6,7 +6,7 @@ A round is two or three messages:
    that guesses the keys (``claim_plan.py``) leaves this message out.
 2. BEGIN, ``CLAIM`` and ``SUBSCRIPTIONS``: some events of each key, and the subscriptions, read after the claim: a
    handler that was announced before an event was committed gets the event.
-3. Make the notifications, read the rows for the handoff (``handoff.py``), mark the events, COMMIT.
+3. Make the notifications, read the rows for the handoff (``new_notifications.py``), mark the events, COMMIT.
 
 Locks. A claim never waits for the transaction of an application:
 
@@ -28,13 +28,21 @@ from datetime import datetime
 from typing import Any
 
 from outboxio.storage.mysql import errors
-from outboxio.storage.mysql.claim_plan import Claim, ClaimPlan, Taken
+from outboxio.storage.mysql.claim_plan import Claim, ClaimPlan, Key, Taken, keys_of, strings, subscribed
 from outboxio.storage.mysql.connection import LoopConnection, execute, execute_each, fetch_each, id_list
-from outboxio.storage.mysql.fast_path import take_committed
 from outboxio.storage.mysql.flavour import Server, for_flavours
-from outboxio.storage.mysql.handoff import execute_handing_over, find_just_made
-from outboxio.storage.mysql.new_notifications import BY_ID, INTO, LIVE, LIVE_COUNTED, ONCE, SELECT, id_head
-from outboxio.storage.mysql.subscribed import Key, keys_of, strings, subscribed
+from outboxio.storage.mysql.new_notifications import (
+    EVENTS_BY_ID,
+    INTO,
+    LIVE,
+    LIVE_COUNTED,
+    ONCE,
+    SELECT,
+    execute_handing_over,
+    find_just_made,
+    id_head,
+    take_committed,
+)
 from outboxio.storage.mysql.values import as_json
 from outboxio.storage.protocols import FanoutRequest, FanoutResult
 
@@ -100,7 +108,7 @@ _NOTIFY_BY_TYPE = f"""
 {{hashing}} {INTO}
 {_SUBSCRIBED}
 {SELECT}
-FROM subscribed s STRAIGHT_JOIN {BY_ID} ON e.event_type = s.event_type AND s.topic = ''
+FROM subscribed s STRAIGHT_JOIN {EVENTS_BY_ID} ON e.event_type = s.event_type AND s.topic = ''
 WHERE e.id IN ({{ids}})
 """
 NOTIFY_BY_TYPE = for_flavours(f"{_NOTIFY_BY_TYPE} {ONCE}")
@@ -110,12 +118,12 @@ INSERT_NOTIFICATIONS = for_flavours(f"""
 {_NOTIFY_BY_TYPE}
 UNION ALL
 {SELECT}
-FROM (SELECT * FROM subscribed WHERE topic <> '') s STRAIGHT_JOIN {BY_ID} ON e.topic = s.topic
+FROM (SELECT * FROM subscribed WHERE topic <> '') s STRAIGHT_JOIN {EVENTS_BY_ID} ON e.topic = s.topic
 WHERE e.id IN ({{ids}})
 {ONCE}
 """)
 
-_MARK_DELIVERED = f"UPDATE {BY_ID} SET e.delivered = TRUE WHERE e.id IN ({{ids}})"
+_MARK_DELIVERED = f"UPDATE {EVENTS_BY_ID} SET e.delivered = TRUE WHERE e.id IN ({{ids}})"
 MARK_DELIVERED, MARK_UNLESS_LOCKED = for_flavours(_MARK_DELIVERED), for_flavours(f"{{unwaiting}} {_MARK_DELIVERED}")
 
 NOTHING_DONE = FanoutResult({}, frozenset(), 0)

@@ -1,4 +1,4 @@
-"""The INSERT of the ``events`` rows of an action, with the values in the text (decision 13)."""
+"""What transactions of the application write: events, as literals in the text (decision 13), and received messages."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from outboxio.errors import InvalidEvent
 from outboxio.model.event import ActionRecord, EventRecord, ReceivedEvent
 from outboxio.storage.mysql import errors
 from outboxio.storage.mysql.columns import INSERT_EVENTS, values_of_action, values_of_event
-from outboxio.storage.mysql.connection import send
-from outboxio.storage.mysql.flavour import Server
-from outboxio.storage.mysql.values import Escape, as_moment, escape_of
+from outboxio.storage.mysql.connection import ALL_ROWS, send
+from outboxio.storage.mysql.flavour import Server, by_flavour, for_flavours
+from outboxio.storage.mysql.values import Escape, as_json, as_moment, escape_of
+from outboxio.storage.protocols import ConsumeResult
 
 AROUND = 128  # bytes of a message that are not rows, at most: savepoints, COMMIT
 
@@ -98,3 +99,47 @@ def refusal_of(error: Exception, action: ActionRecord, server: Server) -> Invali
         "its JSON, as the server spells it, is longer than the server's max_allowed_packet of "
         f"{server.largest_packet} bytes: raise it, or store what is large elsewhere",
     )
+
+
+# --- received messages -----------------------------------------------------------------------------
+#
+# Many inbox messages in a transaction: their rows of ``consumed_events``.
+
+# The rows come in the order of the primary key, so that two transactions do not deadlock. A message that comes twice is
+# inserted once, by its first row.
+CONSUME = for_flavours("""
+INSERT INTO eventlog.consumed_events (source, external_id, handler_name, event_id, payload_hash, consumed_date)
+SELECT k.source, k.external_id, k.handler_name, k.event_id, k.payload_hash, k.consumed_date
+FROM JSON_TABLE(%(rows)s, '$[*]' COLUMNS (
+  source {text} PATH '$[0]', external_id {text} PATH '$[1]', handler_name {text} PATH '$[2]', event_id {id} PATH '$[3]',
+  payload_hash {text} PATH '$[4]', consumed_date DATETIME(6) PATH '$[5]')) k
+ON DUPLICATE KEY UPDATE source = eventlog.consumed_events.source
+""")
+_CONSUMED = f"""
+SELECT c.source, c.external_id, c.handler_name, c.event_id, c.payload_hash, c.consumed_date
+FROM JSON_TABLE(%(rows)s, '$[*]' COLUMNS (
+  source {{text}} PATH '$[0]', external_id {{text}} PATH '$[1]', handler_name {{text}} PATH '$[2]')) k
+STRAIGHT_JOIN eventlog.consumed_events c FORCE INDEX (PRIMARY)
+  ON c.source = k.source AND c.external_id = k.external_id AND c.handler_name = k.handler_name
+{ALL_ROWS}
+"""
+# MySQL cannot lock the rows of a JSON_TABLE, and MariaDB cannot say which tables are to be locked.
+CONSUMED = by_flavour(mysql=f"{_CONSUMED}FOR UPDATE OF c", mariadb=f"{_CONSUMED}FOR UPDATE")
+FIND_CONSUMED = for_flavours(_CONSUMED)
+
+
+def consumed_parameters(consumed: Iterable[ConsumeResult]) -> dict[str, str]:
+    """The arguments of the statements."""
+    return {
+        "rows": as_json(
+            (c.source, c.external_id, c.handler_name, str(c.event_id), c.payload_hash, as_moment(c.consumed_date))
+            for c in consumed
+        )
+    }
+
+
+def consumed_rows(found: Iterable[Sequence[Any]]) -> list[ConsumeResult]:
+    return [
+        ConsumeResult(source, external_id, name, UUID(event_id), payload_hash, moment)
+        for source, external_id, name, event_id, payload_hash, moment in found
+    ]

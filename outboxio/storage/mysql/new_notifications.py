@@ -1,11 +1,22 @@
-"""The parts of the statements that make notifications of events: for fan-out, the fast path and the backfill."""
+"""The notifications that fan-out makes of events: the parts of the statements, the handoff, and the fast path."""
 
 from __future__ import annotations
 
-from outboxio.storage.mysql.columns import notifications_of, partition_among
+import asyncio
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from outboxio.model.notification import Handoff
+from outboxio.storage.mysql import driver, errors
+from outboxio.storage.mysql.columns import BY_EVENT, notifications_of, partition_among
+from outboxio.storage.mysql.connection import Arguments, LoopConnection, id_list, limit_of
+from outboxio.storage.mysql.flavour import Server
+from outboxio.storage.mysql.notifications import AS_ONE, DOCUMENT, as_notifications
+from outboxio.storage.protocols import FanoutRequest, FanoutResult
 from outboxio.support.ids import uuid7
 
-BY_ID = "eventlog.events e FORCE INDEX (PRIMARY)"
+EVENTS_BY_ID = "eventlog.events e FORCE INDEX (PRIMARY)"
 
 # The live subscriptions of all processes: an old version of the application that fans out must serve
 # the handlers of a newer version.
@@ -51,3 +62,114 @@ ONCE = "ON DUPLICATE KEY UPDATE id = eventlog.event_notifications.id"
 def id_head() -> str:
     """The time and the version of a UUIDv7, for the ids of a round."""
     return str(uuid7())[:15]
+
+
+# --- the handoff -----------------------------------------------------------------------------------
+#
+# The handoff on MySQL and MariaDB: rows go to the dispatcher before the COMMIT that stores them (decision 16).
+#
+# A single message makes the notifications, reads the due rows among the notifications, marks the events and commits.
+# The dispatcher gets the rows as soon as the driver has read the rows. The answer of COMMIT comes later, because the
+# server waits for the disk. If COMMIT fails, the handlers have run for rows that do not exist: the events are fanned
+# out again, and the handlers run again, as after a lost outcome.
+
+FEW_MADE = 250  # notifications at most that come as a row each, where an aggregate needs a table in a file (MariaDB)
+FEWEST_MADE = 10  # the same where an aggregate needs no file: so few rows come sooner by themselves
+
+# NO_MRR: the rows are in memory, so that MySQL need not sort the places of the rows before the read.
+JUST_MADE_FEW = f"""
+SELECT /*+ NO_MRR(n) */ {DOCUMENT} AS document FROM {BY_EVENT}
+WHERE n.event_id IN ({{ids}}) AND n.handler_name IN ({{names}}) AND n.state = 'PENDING' AND n.next_retry_at <= %(now)s
+LIMIT {{most}}
+"""
+JUST_MADE = f"{AS_ONE} FROM ({JUST_MADE_FEW}) d"
+
+
+def find_just_made(ids: str, events: int, handoff: Handoff, server: Server) -> tuple[str, dict[str, Any]]:
+    """The statement that reads the notifications of ``events`` events for the handoff, with the arguments."""
+    names = {f"to{number}": name for number, name in enumerate(handoff.names)}
+    listed = ", ".join(f"%({name})s" for name in names)
+    as_rows = events * len(names) <= (FEW_MADE if server.flavour.aggregates_in_files else FEWEST_MADE)
+    return (JUST_MADE_FEW if as_rows else JUST_MADE).format(ids=ids, names=listed, most=handoff.most), names
+
+
+async def execute_handing_over(
+    connection: Any, message: str, args: Arguments, handoff: Handoff, reads: int = 0
+) -> tuple[list[int], list[list[tuple[Any, ...]]]]:
+    """Run a message that makes notifications, and hand over the rows as soon as the driver has read the rows.
+
+    The first ``reads`` results with rows are not notifications. Returns the number of rows that each later statement
+    has changed, and the rows of the first ``reads`` results.
+    """
+    async with asyncio.timeout(limit_of(connection)):
+        cursor = driver.cursor(connection, driver.QuietCursor)
+        await cursor.execute(message, args)
+        counts, found, has_more = list[int](), list[list[tuple[Any, ...]]](), True
+        while has_more:
+            if cursor.description is None:
+                if len(found) == reads:
+                    counts.append(int(cursor.rowcount))
+            elif len(found) < reads:
+                found.append(list(driver.rows(cursor)))
+            else:
+                handoff.hand(as_notifications(driver.rows(cursor)) or ())
+            has_more = await cursor.nextset()
+    return counts, found
+
+
+# --- the fast path ---------------------------------------------------------------------------------
+#
+# The fast path of fan-out: events that this process has just committed are claimed by id, in a single message.
+#
+# The message makes the notifications, reads the rows for the handoff, marks the events and commits, so that no decision
+# is possible between the statements. The statements leave to the usual path (``fanout.py``):
+#
+# * events that a foreign transaction has locked: the whole message fails (NOWAIT);
+# * all events, while a live handler is ordered or has aliases;
+# * events that no live handler wants: an event is marked only if a notification was made of the event.
+#
+# The fast path saves 0.7 ms of the time of a single event (decision 16).
+
+CLAIM_COMMITTED = f"SELECT e.id FROM {EVENTS_BY_ID} WHERE e.id IN ({{ids}}) AND e.delivered = FALSE FOR UPDATE NOWAIT"
+NOTIFY_COMMITTED = f"""
+{INTO}
+{SELECT_COUNTED}
+FROM {EVENTS_BY_ID} STRAIGHT_JOIN {LIVE_COUNTED}
+  AND (e.event_type = s.event_type AND s.topic = '' OR e.topic = s.topic AND s.topic <> '')
+  AND e.id IN ({{ids}}) AND e.delivered = FALSE
+  AND NOT EXISTS (SELECT 1 FROM {LIVE} AND (s.ordered OR JSON_LENGTH(s.aliases) > 0))
+{ONCE}
+"""
+MARK_COMMITTED = f"""
+UPDATE {EVENTS_BY_ID} SET e.delivered = TRUE WHERE e.id IN ({{ids}}) AND e.delivered = FALSE AND EXISTS (
+  SELECT 1 FROM eventlog.event_notifications n FORCE INDEX (event_notifications_event)
+  WHERE n.event_id = e.id AND n.created_date = %(now)s)
+"""
+
+
+async def take_committed(
+    loop: LoopConnection, server: Server, request: FanoutRequest, keys: Mapping[str, str], handoff: Handoff
+) -> FanoutResult | None:
+    """Make the notifications of known events; ``None`` if a foreign transaction has locked any of the events.
+
+    ``keys``: the ids of the events, each with the name of the key.
+    """
+    ids = id_list(keys)
+    claim, notify, mark = (text.format(ids=ids) for text in (CLAIM_COMMITTED, NOTIFY_COMMITTED, MARK_COMMITTED))
+    just_made, names = find_just_made(ids, len(keys), handoff, server)
+    values = {
+        **names, "namespace": request.namespace, "seen_since": request.seen_since, "now": request.now,
+        "id_head": id_head(),
+    }  # fmt: skip
+    try:
+        async with loop.transaction() as (connection, begin, commit):
+            message = f"{begin}; {claim}; {notify}; {just_made}; {mark}; {commit}"
+            (made, marked, *_), (claimed,) = await execute_handing_over(connection, message, values, handoff, reads=1)
+    except Exception as error:
+        if errors.number(error) not in (errors.LOCKED, errors.MAY_NOT_WAIT):
+            raise
+        return None
+    # An event that has just lost the last handler is claimed and not marked. The total is right; the
+    # split by key may count the wrong event.
+    events = Counter(keys[event_id] for (event_id,) in claimed[:marked])
+    return FanoutResult(dict(events), frozenset(), made, looked_at=frozenset(keys.values()))

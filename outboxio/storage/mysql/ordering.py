@@ -1,4 +1,4 @@
-"""Order per key, priority and relay on MySQL and MariaDB (decision 10): notifications that wait for earlier ones.
+"""The key queues of ordered handlers on MySQL and MariaDB, as rounds of dispatch read and unblock them (decision 10).
 
 A *key queue* is the rows of an ordering key and a handler name, in the order of their sequence. The column
 ``line_part`` and the index ``event_notifications_line`` divide a key queue into the parts ACTIVE, BLOCKED and ENDED.
@@ -7,19 +7,25 @@ A *key queue* is the rows of an ordering key and a handler name, in the order of
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from typing import Any
 from uuid import UUID
 
 import msgspec
 from msgspec import Struct
 
-from outboxio.storage.mysql.columns import BY_EVENT, BY_ID, BY_LINE, OWN_PARTITION
-from outboxio.storage.mysql.connection import LoopConnection, execute, fetch, id_list
-from outboxio.storage.mysql.flavour import Statement, for_flavours
+from outboxio.storage.mysql.columns import BY_ID, BY_LINE
+from outboxio.storage.mysql.connection import LoopConnection
+from outboxio.storage.mysql.flavour import Server, Statement, for_flavours
+from outboxio.storage.mysql.port import END, FEWEST_JUMPS, FROM_BEGINNING, STEPS, MysqlPort, jump_together, next_values
 from outboxio.storage.mysql.values import as_json
 from outboxio.storage.protocols import Head
+from outboxio.storage.protocols.operating import ParkedKey
+from outboxio.storage.statement import Port, Query
+from outboxio.storage.tables.ordering import FIND_RELEASED, Ordering
+from outboxio.storage.tables.probes import MOST_BLOCKED, MOST_JUMPS, Probes
 
 # Values of the column line_part: PENDING, FAILED and DYING; BLOCKED; DEAD and EXPIRED.
 ACTIVE, BLOCKED, ENDED = 1, 2, 3
@@ -50,15 +56,15 @@ PARTS = {True: (ACTIVE, BLOCKED, ENDED), False: (ACTIVE, BLOCKED)}
 FIND_HEADS = {parks: _find_first(*parts) for parks, parts in PARTS.items()}
 FIND_FIRST_BLOCKED = _find_first(BLOCKED)
 
-# A jump along the index to the next ordering key with rows in any part of the key queue. Each jump starts at the key of
-# the jump before, so that many jumps go in a single message, from variable to variable. A recursive statement would
-# read every row between two keys, and so would a comparison with NULL.
+# The next ordering key with rows in any part of the key queue (see ``port.py``).
 _NEXT_IN_PART = f"""IFNULL((SELECT n.ordering_key FROM {BY_LINE}
   WHERE n.namespace = %(namespace)s AND n.line_part = {{part}} AND n.handler_name = %(name)s
-    AND n.ordering_key {{behind}} ORDER BY n.ordering_key LIMIT 1), {{last}})"""
-# Greater than every ordering key.
-_LAST_KEY = "REPEAT(_utf8mb4 X'F48FBFBF', 255)"
-FEWEST_JUMPS, MOST_JUMPS = 8, 128  # in a message
+    AND n.ordering_key {{behind}} ORDER BY n.ordering_key LIMIT 1), {END})"""
+NEXT_KEY = {
+    parks: f"SELECT LEAST({', '.join(_NEXT_IN_PART.replace('{part}', str(part)) for part in parts)})"
+    for parks, parts in PARTS.items()
+}
+MOST_KEYS = 128  # that a message jumps to
 
 # Joined by UNION ALL, once for each key queue: several times the work of a probe for the first row.
 FIND_BLOCKED_OF_QUEUE = f"""
@@ -73,43 +79,6 @@ ORDER BY n.sequence LIMIT %s)
 """
 MOST_QUEUES = 100  # key queues in a statement: with many more, each key queue costs more
 
-BLOCK = f"""
-UPDATE {BY_ID} SET n.state = 'BLOCKED', n.updated_date = %(now)s
-WHERE n.id IN ({{ids}}) AND n.state IN ('PENDING', 'FAILED')
-"""
-UNBLOCK = f"""
-UPDATE {BY_ID} SET n.state = 'PENDING', n.retention_from = %(now)s, n.updated_date = %(now)s,
-  n.partition_number = {OWN_PARTITION}
-WHERE n.id IN ({{ids}}) AND n.state = 'BLOCKED'
-"""
-
-# A subquery and not EXISTS: the server would make a join of EXISTS.
-_PRECEDED = """(SELECT 1 FROM eventlog.event_notifications b FORCE INDEX (event_notifications_event)
-  WHERE b.event_id = n.event_id AND b.priority < n.priority AND b.state IN ('PENDING', 'BLOCKED') LIMIT 1)"""
-FIND_PRECEDED = f"SELECT n.id FROM {BY_ID} WHERE n.id IN ({{ids}}) AND {_PRECEDED} = 1"
-# An UPDATE cannot read the table that the UPDATE writes.
-FIND_RELEASED = f"""
-SELECT n.id FROM {BY_EVENT} WHERE n.event_id IN ({{ids}}) AND IF(n.state = 'BLOCKED', {_PRECEDED}, 1) IS NULL
-"""
-RELEASE = f"""
-UPDATE {BY_ID} SET n.state = 'PENDING', n.retention_from = %(now)s, n.updated_date = %(now)s,
-  n.partition_number = {OWN_PARTITION}
-WHERE n.id IN ({{ids}}) AND n.state = 'BLOCKED'
-"""
-
-# Joined by UNION ALL, once for each handler name.
-FIND_BLOCKED = f"""
-(SELECT n.sequence, n.event_id FROM {BY_LINE}
-WHERE n.namespace = %s AND n.line_part = {BLOCKED} AND n.handler_name = %s AND n.ordering_key IS NULL
-  AND n.sequence > %s
-ORDER BY n.sequence LIMIT %s)
-"""
-
-POSTPONE = f"""
-UPDATE {BY_ID} SET n.next_retry_at = %(until)s, n.retention_from = %(until)s, n.updated_date = %(now)s
-WHERE n.id IN ({{ids}}) AND n.state = 'PENDING'
-"""
-
 
 class _Row(Struct, frozen=True, array_like=True, order=True):
     """A row of a key queue, in the form of the statements."""
@@ -122,13 +91,11 @@ class _Row(Struct, frozen=True, array_like=True, order=True):
 
 
 _row = msgspec.json.Decoder(_Row).decode
-_keys = msgspec.json.Decoder(list[str | None]).decode
 
 
-class MysqlOrdering:
-    """Reads and writes on the connection of the finder, because the finder blocks rows."""
-
-    def __init__(self, find: LoopConnection) -> None:
+class MysqlOrdering(Ordering):
+    def __init__(self, find: LoopConnection, server: Server) -> None:
+        super().__init__(MysqlPort(find, server))
         self._find = find
 
     async def find_heads(
@@ -158,19 +125,17 @@ class MysqlOrdering:
         self, namespace: str, name: str, after: str | None, limit: int, *, parks: bool
     ) -> dict[str, Head]:
         heads: dict[str, Head] = {}
-        jumps = FEWEST_JUMPS
+        jumps, begin = FEWEST_JUMPS, (">=", "") if after is None else (">", after)
+        find = partial(next_values, query=NEXT_KEY[parks], args={"namespace": namespace, "name": name})
         while len(heads) < limit:
             jumps = min(jumps, limit - len(heads))
-            keys = await self._next_keys(namespace, name, after, jumps, parks=parks)
+            keys: list[str] = await self._find.use(partial(find, begin=begin, jumps=jumps))
             # A key queue can end between the two reads: the walk goes on until there are enough heads.
             heads |= await self.find_heads(namespace, [name], keys, parks=parks)
             if len(keys) < jumps:
                 break
-            after, jumps = keys[-1], MOST_JUMPS
+            jumps, begin = MOST_KEYS, (">", keys[-1])
         return heads
-
-    async def block(self, ids: Sequence[UUID], now: datetime) -> int:
-        return await self._write(BLOCK, ids, {"now": now})
 
     async def unblock(
         self, namespace: str, names: Sequence[str], keys: Sequence[str], limit: int, now: datetime
@@ -182,26 +147,11 @@ class MysqlOrdering:
         blocked: dict[str, list[UUID]] = defaultdict(list)
         for row in found:
             blocked[queues[row.place][1]].append(row.id)
-        ids = [notification_id for some in blocked.values() for notification_id in some[:limit]]
-        return await self._write(UNBLOCK, ids, {"now": now})
-
-    async def find_preceded(self, ids: Sequence[UUID]) -> set[UUID]:
-        return set(await self._read(FIND_PRECEDED, ids))
-
-    async def find_blocked(
-        self, namespace: str, names: Sequence[str], after: int, limit: int
-    ) -> list[tuple[int, UUID]]:
-        if not names:
-            return []
-        args = tuple(arg for name in names for arg in (namespace, name, after, limit))
-        rows = await self._find.fetch_all(FIND_BLOCKED, len(names), args)
-        return sorted((sequence, UUID(event_id)) for sequence, event_id in rows)[:limit]
+        return await self._unblock([id for some in blocked.values() for id in some[:limit]], now)
 
     async def release(self, event_ids: Sequence[UUID], now: datetime) -> int:
-        return await self._write(RELEASE, await self._read(FIND_RELEASED, event_ids), {"now": now})
-
-    async def postpone(self, ids: Sequence[UUID], until: datetime, now: datetime) -> int:
-        return await self._write(POSTPONE, ids, {"until": until, "now": now})
+        found = await self._port.fetch(FIND_RELEASED, ids=list(event_ids)) if event_ids else []
+        return await self._unblock(found, now)
 
     async def _find_first(self, statement: Statement, namespace: str, queues: Sequence[tuple[str, str]]) -> list[_Row]:
         """The first row of each part of each key queue, the lowest sequence first."""
@@ -222,36 +172,118 @@ class MysqlOrdering:
             found += [_row(row[0]) for row in rows]
         return sorted(found)
 
-    async def _next_keys(self, namespace: str, name: str, after: str | None, jumps: int, *, parks: bool) -> list[str]:
-        """The next ``jumps`` ordering keys behind ``after``; fewer at the end of the index."""
-
-        def next_key(behind: str) -> str:
-            nexts = ", ".join(_NEXT_IN_PART.format(part=part, behind=behind, last=_LAST_KEY) for part in PARTS[parks])
-            return f"NULLIF(LEAST({nexts}), {_LAST_KEY})"
-
-        first = next_key(">= ''" if after is None else "> %(after)s")
-        statements = [f"SET @outboxio_0 = {first}"]
-        for n in range(1, jumps):
-            behind = f"@outboxio_{n - 1}"
-            statements.append(f"SET @outboxio_{n} = IF({behind} IS NULL, NULL, {next_key('> ' + behind)})")
-        statements.append(f"SELECT JSON_ARRAY({', '.join(f'@outboxio_{n}' for n in range(jumps))})")
-        args = {"namespace": namespace, "name": name, "after": after}
-        rows = await self._find.use(lambda connection: fetch(connection, "; ".join(statements), args))
-        return [key for key in _keys(rows[0][0]) if key is not None]
-
-    async def _read(self, statement: str, ids: Sequence[UUID]) -> list[UUID]:
-        if not ids:
-            return []
-        found = statement.format(ids=id_list(ids))
-        return [UUID(row[0]) for row in await self._find.use(lambda connection: fetch(connection, found))]
-
-    async def _write(self, statement: str, ids: Sequence[UUID], args: dict[str, Any]) -> int:
-        if not ids:
-            return 0
-        written = statement.format(ids=id_list(sorted(ids)))
-        return int(await self._find.use(lambda connection: execute(connection, written, args)))
-
 
 def _key_queues(names: Sequence[str], keys: Sequence[str]) -> list[tuple[str, str]]:
     """The key queues of a handler, without repetition: each handler name with each ordering key."""
     return [(name, key) for key in dict.fromkeys(keys) for name in dict.fromkeys(names)]
+
+
+# --- parked keys -----------------------------------------------------------------------------------
+#
+# Parked keys on MySQL and MariaDB, by jumps between two parts of the index of the key queues.
+
+# Keys with rows in two parts of the index of the key queues: BLOCKED, and DEAD or EXPIRED.
+_NEXT_KEY = f"""SELECT n.ordering_key FROM {BY_LINE}
+  WHERE n.namespace = %(namespace)s AND n.line_part = {{part}} AND n.handler_name = {{name}}
+    AND n.ordering_key {{{{behind}}}} ORDER BY n.ordering_key LIMIT 1"""
+NEXT_WAITING = _NEXT_KEY.format(part=BLOCKED, name="%(blocked_name)s")
+NEXT_PARKING = _NEXT_KEY.format(part=ENDED, name="%(dead_name)s")
+
+# All keys of BLOCKED rows, if there are few. Each jump is planned anew, and takes longer than to read some rows.
+FEW_ROWS, FEW_KEYS = 2000, 200
+WAITING_KEYS = Query(
+    f"""
+SELECT SUM(k.number), JSON_ARRAYAGG(k.name) FROM (
+  SELECT r.ordering_key AS name, COUNT(*) AS number FROM (
+    SELECT n.ordering_key FROM {BY_LINE}
+    WHERE n.namespace = :namespace AND n.line_part = {BLOCKED} AND n.handler_name = :blocked_name
+      AND n.ordering_key IS NOT NULL LIMIT {FEW_ROWS + 1}) r
+  GROUP BY r.ordering_key) k
+""",
+    tuple[int | None, list[str] | None],
+)
+
+_OF_KEY = "n.namespace = :namespace AND n.line_part = {part} AND n.handler_name = {name} AND n.ordering_key = w.name"
+_BY_SEQUENCE = "ORDER BY n.handler_name, n.ordering_key, n.sequence LIMIT 1"
+
+
+def _first(column: str, part: int, name: str) -> str:
+    of_key = _OF_KEY.replace("{part}", str(part)).replace("{name}", name)
+    return f"(SELECT n.{column} FROM {BY_LINE} WHERE {of_key} {_BY_SEQUENCE})"
+
+
+# A key with an unfinished row before the BLOCKED rows is not parked.
+PARKING = Query(
+    f"""
+SELECT f.name, n.id, n.event_id, n.updated_date FROM (
+  SELECT w.name, {_first("id", ENDED, ":dead_name")} AS id, {_first("sequence", BLOCKED, ":blocked_name")} AS blocked,
+    {_first("sequence", ACTIVE, ":blocked_name")} AS active
+  FROM {{rows :keys w name text}}) f STRAIGHT_JOIN {{table event_notifications primary n}} ON n.id = f.id
+WHERE n.sequence < f.blocked AND (f.active IS NULL OR f.active > f.blocked)
+""",
+    tuple[str, UUID, UUID, datetime],
+)
+COUNT_BEHIND = Query(
+    f"""
+SELECT :name, COUNT(*) FROM (SELECT 1 FROM {BY_LINE}
+  WHERE n.namespace = :namespace AND n.line_part = {BLOCKED} AND n.handler_name = :blocked_name
+    AND n.ordering_key = :name
+  LIMIT {MOST_BLOCKED}) c
+""",
+    tuple[str, int],
+    each="name text",
+)
+
+Parking = tuple[str, UUID, UUID, datetime]
+"""An ordering key, and the first DEAD or EXPIRED row of the key."""
+
+
+class MysqlProbes(Probes):
+    """The probes of MySQL, which cannot jump in a recursive statement."""
+
+    def __init__(self, port: Port, admin: LoopConnection) -> None:
+        super().__init__(port)
+        self._admin = admin
+
+    async def parked(self, namespace: str, handlers: Sequence[Sequence[str]], most: int) -> list[ParkedKey]:
+        found: list[ParkedKey] = []
+        for blocked, dead in [(blocked, dead) for names in handlers for blocked in names for dead in names]:
+            found += await self._parked(namespace, blocked, dead, most - len(found))
+            if len(found) >= most:
+                break
+        return found
+
+    async def _parked(self, namespace: str, blocked: str, dead: str, most: int) -> list[ParkedKey]:
+        args = {"namespace": namespace, "blocked_name": blocked, "dead_name": dead}
+        few = await self._few_keys(args)
+        rows = await (self._jump_to_parking(args, most) if few is None else self._parking(args, few, most))
+        each = [{"name": key} for key, *_ in rows[:most]]
+        behind = dict(await self._port.fetch_each(COUNT_BEHIND, each, **args))
+        return [ParkedKey(dead, *row, behind.get(row[0], 0)) for row in rows[:most]]
+
+    async def _parking(self, args: Mapping[str, Any], keys: Sequence[str], most: int) -> list[Parking]:
+        """The first DEAD or EXPIRED row of each key that is parked; a little more than ``most`` keys or fewer."""
+        rows: list[Parking] = []
+        for start in range(0, len(keys), STEPS):
+            if len(rows) < most:
+                some = [{"name": key} for key in keys[start : start + STEPS]]
+                rows += await self._port.fetch(PARKING, keys=some, **args)
+        return rows
+
+    async def _jump_to_parking(self, args: Mapping[str, Any], most: int) -> list[Parking]:
+        """The same for all keys in both parts of the index."""
+        rows: list[Parking] = []
+        begin: tuple[str, str] | None = FROM_BEGINNING
+        for _ in range(MOST_JUMPS // STEPS + 1):
+            if begin is None or len(rows) >= most:
+                break
+            jumping = partial(jump_together, first=NEXT_WAITING, second=NEXT_PARKING, args=args, begin=begin)
+            keys, begin = await self._admin.use(jumping)
+            rows += await self._parking(args, keys, most)
+        return rows
+
+    async def _few_keys(self, args: Mapping[str, Any]) -> list[str] | None:
+        """The keys of all BLOCKED rows, in order; ``None`` for many rows or keys."""
+        [(number, found)] = await self._port.fetch(WAITING_KEYS, **args)
+        keys = found if number is not None and number <= FEW_ROWS else None
+        return sorted(keys) if keys is not None and len(keys) <= FEW_KEYS else None

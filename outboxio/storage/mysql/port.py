@@ -6,9 +6,10 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 from uuid import UUID
 
+import msgspec
+
 from outboxio.storage.mysql.connection import MOST_BRANCHES, LoopConnection, change_rows, fetch
 from outboxio.storage.mysql.flavour import FLAVOURS, Server
-from outboxio.storage.mysql.jumps import jump
 from outboxio.storage.statement import (
     Jumps,
     Port,
@@ -22,6 +23,93 @@ from outboxio.storage.statement import (
 )
 from outboxio.storage.syntax import MysqlSyntax
 from outboxio.support.codec import is_list
+
+# --- jumps -----------------------------------------------------------------------------------------
+#
+# Jumps along an index from each value of a column to the next value, whatever the number of rows between.
+#
+# Each jump starts at the value of the jump before, so that many jumps go in a single message, from variable to
+# variable. A recursive statement would read every row between two values, and so would a comparison with NULL.
+#
+# A *query* here reads the first value that is ``{behind}``, for example ``> 'a'``.
+
+FEWEST_JUMPS, MOST_JUMPS = 8, 32  # in a message
+
+# Greater than every value of a column: the end of the index.
+END = "REPEAT(_utf8mb4 X'F48FBFBF', 255)"
+_END = "\U0010ffff" * 255
+
+_START = "%(outboxio_start)s"
+
+Begin = tuple[str, str]
+"""The relation and the value with which the first jump begins, for example ``(">", "a")``."""
+
+_values = msgspec.json.Decoder(list[str]).decode
+
+
+async def jump(connection: Any, query: str, args: Mapping[str, Any]) -> list[str]:
+    """All values of a column that are greater than the empty text, in the order of the index."""
+    values: list[str] = []
+    jumps, begin = FEWEST_JUMPS, (">", "")
+    while True:
+        found = await next_values(connection, query, args, begin, jumps)
+        values += found
+        if len(found) < jumps:
+            return values
+        jumps, begin = min(2 * jumps, MOST_JUMPS), (">", found[-1])
+
+
+async def next_values(connection: Any, query: str, args: Mapping[str, Any], begin: Begin, jumps: int) -> list[str]:
+    """The next ``jumps`` values; fewer at the end of the index."""
+    relation, start = begin
+    variables = [f"@outboxio_{number}" for number in range(jumps)]
+    texts = [_next(query, relation, _START), *(_next(query, ">", before) for before in variables[:-1])]
+    found = await _assigned(connection, variables, texts, {**args, "outboxio_start": start})
+    return [value for value in found if value != _END]
+
+
+STEPS = 64  # in a message
+
+FROM_BEGINNING: Begin = (">=", "")
+
+
+async def jump_together(
+    connection: Any, first: str, second: str, args: Mapping[str, Any], begin: Begin
+) -> tuple[list[str], Begin | None]:
+    """The values that two columns have in common, within 64 steps; and where to go on, ``None`` at the end.
+
+    A step jumps to the next value in the first index, and then to the next value, not before the first, in the second.
+    So a few values in either index take a few steps, however many values the other index has.
+    """
+    relation, start = begin
+    ones, others = ([f"@outboxio_{kind}_{number}" for number in range(STEPS)] for kind in ("one", "other"))
+    jumps = [_next(first, relation, _START)]
+    for one, other in zip(ones[:-1], others[:-1], strict=True):
+        jumps.append(f"IF({one} = {other}, {_next(first, '>', one)}, {_next(first, '>=', other)})")
+    texts = [text for one, jump in zip(ones, jumps, strict=True) for text in (jump, _next(second, ">=", one))]
+    variables = [variable for pair in zip(ones, others, strict=True) for variable in pair]
+    found = await _assigned(connection, variables, texts, {**args, "outboxio_start": start})
+    values = [one for one, other in zip(found[::2], found[1::2], strict=True) if one == other != _END]
+    one, other = found[-2:]
+    if other == _END:
+        return values, None
+    return values, (">", one) if one == other else (">=", other)
+
+
+async def _assigned(connection: Any, variables: list[str], texts: list[str], args: Mapping[str, Any]) -> list[str]:
+    """The values of variables, after all expressions were assigned in order."""
+    statements = [f"SET {variable} = {text}" for variable, text in zip(variables, texts, strict=True)]
+    statements.append(f"SELECT JSON_ARRAY({', '.join(variables)})")
+    [(found,)] = await fetch(connection, "; ".join(statements), args)
+    return _values(found)
+
+
+def _next(query: str, relation: str, value: str) -> str:
+    return f"IFNULL(({query.replace('{behind}', f'{relation} {value}')}), {END})"
+
+
+# --- the port --------------------------------------------------------------------------------------
+
 
 R = TypeVar("R")
 T = TypeVar("T")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Awaitable, Callable
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, cast
 
 from outboxio.errors import ConfigurationError, DatabaseError, RightsMissing
-from outboxio.storage.adoption import statements_of_adoption
 from outboxio.storage.catalog import MYSQL
-from outboxio.storage.ddl import change_of
+from outboxio.storage.ddl import Part, change_of
+from outboxio.storage.migration import Migration, Work
 from outboxio.storage.mysql import errors
 from outboxio.storage.mysql.connection import LoopConnection, drop, execute, fetch
 from outboxio.storage.mysql.flavour import Server
@@ -19,22 +19,15 @@ from outboxio.storage.schema import (
     REMOVING,
     Found,
     Rights,
-    drops_parts,
-    files_to_apply,
-    indexes_to_make,
+    SqlFile,
     missing_parts,
     ordering,
-    pending_files,
     reading,
     refuse_foreign,
-    refuse_incomplete,
     refuse_lacking,
-    refuse_newer,
-    refuse_older,
     rights_lacking,
     statements_left,
     tables_of,
-    tells_older,
     useless_indexes,
 )
 
@@ -52,32 +45,19 @@ REMOVAL_PROBES = {table: f"EXPLAIN DELETE FROM eventlog.{table} WHERE FALSE" for
 USER = "SELECT CURRENT_USER()"
 
 
-Work = Callable[[Any], Awaitable[list[str]]]
-
-
-class MysqlSchema:
+class MysqlSchema(Migration):
     def __init__(self, admin: LoopConnection, server: Server, shard: str) -> None:
+        super().__init__(shard)
         self._admin = admin
         self._server = server
-        self._shard = shard
 
-    async def migrate(self, *, contract: bool = False) -> list[str]:
-        return await self._in_turn(partial(self._migrate, contract=contract))
-
-    async def adopt(self, *, dry_run: bool = False) -> list[str]:
-        return await self._in_turn(partial(self._take_over, dry_run=dry_run))
-
-    async def pending(self) -> list[str]:
-        return pending_files(self._dialect, await self._look_anew(reading(self._dialect)))
-
-    async def check(self, needed: Rights | None = None) -> None:
-        found = await self._look_anew(needed or reading(self._dialect), probes=True)
-        refuse_newer(self._shard, self._dialect, found)
-        refuse_incomplete(self._shard, self._dialect, found)
+    @property
+    def _dialect(self) -> str:
+        return self._server.flavour.name
 
     async def orders_refused(self) -> str | None:
         try:
-            await self._look_anew(ordering(self._dialect))
+            await self._look_now(ordering(self._dialect))
         except RightsMissing as error:
             return str(error)
         return cast("str | None", await self._admin.use(_why_read_only))
@@ -96,11 +76,7 @@ class MysqlSchema:
         [(user,)] = await fetch(connection, USER)
         return rights_lacking(self._shard, self._dialect, user, _quoted(user), held)
 
-    @property
-    def _dialect(self) -> str:
-        return self._server.flavour.name
-
-    async def _look_anew(self, needed: Rights, *, probes: bool = False) -> Found:
+    async def _look_now(self, needed: Rights | None = None, *, probes: bool = False) -> Found:
         found: Found = await self._admin.use(partial(self._look, needed=needed, probes=probes))
         return found
 
@@ -126,38 +102,38 @@ class MysqlSchema:
         await fetch(connection, MYSQL.end_turn)
         return done
 
-    async def _take_over(self, connection: Any, *, dry_run: bool) -> list[str]:
-        """Run the statements that are left. Each ALTER commits by itself; an interrupted adoption goes on later."""
-        found = await self._look(connection, reading(self._dialect))
-        statements = statements_of_adoption(self._shard, self._dialect, found)
-        if not dry_run:
-            for statement in statements:
-                await execute(connection, statement, timeout=INDEX_TIMEOUT)
-            await self._migrate(connection, contract=False)
-        return statements
+    async def _fetch(self, connection: Any, sql: str) -> Sequence[Sequence[Any]]:
+        return await fetch(connection, sql)
 
-    async def _migrate(self, connection: Any, *, contract: bool) -> list[str]:
+    async def _run(self, connection: Any, sql: str, *args: Any) -> None:
+        await execute(connection, sql, timeout=INDEX_TIMEOUT)
+
+    def _is_to_be_recorded(self, found: Found) -> bool:
+        return False  # the files run over the tables of a different tool, and record themselves
+
+    async def _refuse_flaws(
+        self, connection: Any, found: Found, files: Sequence[SqlFile], lost: Sequence[Part]
+    ) -> None:
+        refuse_foreign(self._shard, self._dialect, found, lost)
+
+    async def _apply(self, connection: Any, files: Sequence[SqlFile], found: Found) -> None:
         """Run the files that are not recorded. Every CREATE and ALTER commits by itself, so that a file can run again.
 
         Tables that exist already, from an interrupted migration or a foreign tool, must be complete, and stay
         unchanged. Only a table of an interrupted migration gets the columns and indexes of later files.
         """
-        found = await self._look(connection, reading(self._dialect))
-        files = files_to_apply(self._shard, self._dialect, found, contract=contract)
-        indexes = indexes_to_make(self._shard, self._dialect, found)
-        refuse_foreign(self._shard, self._dialect, found, indexes)
-        if contract and (dropping := drops_parts(files, found)):
-            announced = MYSQL.announced_by_older if tells_older(found) else MYSQL.announced
-            refuse_older(self._shard, dropping, await fetch(connection, announced))
         for statement in statements_left(self._dialect, files, found):
-            await _run(connection, statement)
-        for index in indexes:
-            await execute(connection, index.statements[0], timeout=INDEX_TIMEOUT)
+            if change_of(statement) is None:
+                await execute(connection, statement)
+            else:
+                await self._run(connection, statement)
+
+    def _done(self, found: Found, files: Sequence[SqlFile], indexes: Sequence[Part], *, contract: bool) -> list[str]:
         if all(part.words == "table schema_versions" for _, part in missing_parts(self._dialect, found)):
             return [file.name for file in files if contract and file.is_contract]
-        return [*(file.name for file in files), *(index.words for index in indexes)]
+        return super()._done(found, files, indexes, contract=contract)
 
-    async def _look(self, connection: Any, needed: Rights, *, probes: bool = False) -> Found:
+    async def _look(self, connection: Any, needed: Rights | None = None, *, probes: bool = False) -> Found:
         """The tables that exist. Raises :class:`RightsMissing` if the user lacks a needed right.
 
         ``probes``: also read the tables that are missing in information_schema.
@@ -173,7 +149,7 @@ class MysqlSchema:
                 table: set() for table in PROBES.keys() - held.keys() if await _is_denied(connection, PROBES[table])
             }
         [(user,)] = await fetch(connection, USER)
-        refuse_lacking(self._shard, user, _quoted(user), needed, held)
+        refuse_lacking(self._shard, user, _quoted(user), needed or reading(self._dialect), held)
         rows = await fetch(connection, MYSQL.version) if "version" in columns["schema_versions"] else ()
         applied = {version for (version,) in rows}
         return await self._with_indexes(connection, Found({t: c for t, c in columns.items() if c}, (), applied))
@@ -206,14 +182,6 @@ class MysqlSchema:
             raise ConfigurationError(
                 f"shard {self._shard!r} is {flavour.product} {text}; outboxio needs {oldest} or later"
             )
-
-
-async def _run(connection: Any, statement: str) -> None:
-    """Run a statement of a file."""
-    if change_of(statement) is None:
-        await execute(connection, statement)
-    else:
-        await execute(connection, statement, timeout=INDEX_TIMEOUT)
 
 
 async def _why_read_only(connection: Any) -> str | None:

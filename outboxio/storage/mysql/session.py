@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from datetime import datetime
-from types import TracebackType
 from typing import Any
 from uuid import UUID
 
 from outboxio.model.event import ActionRecord, EventRecord, ReceivedEvent
-from outboxio.storage.connections.pool import GiveBack
+from outboxio.storage.consuming import Consuming
 from outboxio.storage.mysql import driver, errors
 from outboxio.storage.mysql.columns import notifications_of, partition_of
 from outboxio.storage.mysql.connection import (
@@ -19,17 +18,24 @@ from outboxio.storage.mysql.connection import (
     drop,
     fetch,
     id_list,
+    may_leave_something,
     run,
     send,
 )
 from outboxio.storage.mysql.flavour import Server, for_flavours
-from outboxio.storage.mysql.insertion import insertions, received_insertions, refusal_of
-from outboxio.storage.mysql.received import consume_all
-from outboxio.storage.mysql.restoring import may_leave_something
+from outboxio.storage.mysql.insertion import (
+    CONSUME,
+    CONSUMED,
+    FIND_CONSUMED,
+    consumed_parameters,
+    consumed_rows,
+    insertions,
+    received_insertions,
+    refusal_of,
+)
 from outboxio.storage.mysql.values import NO_BACKSLASH_ESCAPES, as_json, as_moment, as_rows, as_value, escape_of
 from outboxio.storage.protocols import CommitLost, ConsumeResult, NewNotification, SessionUnit, TransactionLost
-from outboxio.storage.statements import IMPLICIT_COMMITS, MYSQL, MYSQL_NOT_ESCAPING
-from outboxio.support.aio import to_the_end
+from outboxio.storage.transaction_endings import IMPLICIT_COMMITS, MYSQL, MYSQL_NOT_ESCAPING
 
 # Decision 9. A transaction can end behind the session's back: by a deadlock (the action swallowed the error), by CREATE
 # TABLE, by a COMMIT inside a procedure. The server would then commit each further statement by itself. A savepoint
@@ -83,23 +89,8 @@ STRAIGHT_JOIN eventlog.events e FORCE INDEX (PRIMARY) ON e.id = %(event_id)s
 """)
 DELIVER = "UPDATE eventlog.events e FORCE INDEX (PRIMARY) SET e.delivered = TRUE WHERE e.id = %(event_id)s"
 
-# Of two transactions that insert the same row, the second waits until the first commits, and then sees the row of the
-# first: the locking read (FOR UPDATE) sees the row in spite of an older snapshot.
-CONSUME = """
-INSERT INTO eventlog.consumed_events (source, external_id, handler_name, event_id, payload_hash, consumed_date)
-VALUES (%s, %s, %s, %s, %s, %s) ON DUPLICATE KEY UPDATE source = eventlog.consumed_events.source
-"""
-CONSUMED = """
-SELECT event_id, payload_hash, consumed_date FROM eventlog.consumed_events
-WHERE source = %s AND external_id = %s AND handler_name = %s FOR UPDATE
-"""
-SEEN = """
-SELECT source, external_id, handler_name, event_id, payload_hash, consumed_date FROM eventlog.consumed_events
-WHERE source = %s AND external_id = %s AND handler_name IN ({names}) {all_rows}
-"""
 
-
-class MysqlSession:
+class MysqlSession(Consuming):
     """A transaction on a connection: a connection of ours, or the application's own with an open transaction.
 
     On a connection of ours, BEGIN may travel together with the first statement of the application (decision 13).
@@ -133,6 +124,11 @@ class MysqlSession:
         self.may_have_left_something = True
         if not self._has_savepoint:  # the application's next statement follows on the same connection
             driver.send_ahead(self._connection, _joined(*self._opening()))
+        return self._connection
+
+    @property
+    def driver_connection(self) -> Any:
+        """The driver's connection as it is. :attr:`connection` prepares it for the application's next statement."""
         return self._connection
 
     async def begin(self, *, soon: bool = False) -> None:
@@ -247,30 +243,20 @@ class MysqlSession:
         opening = () if self._is_given else self._opening()
         await self._run_in_transaction("; ".join([*opening, statements]), args)
 
-    async def consume(self, consumed: ConsumeResult) -> ConsumeResult:
-        key = (consumed.source, consumed.external_id, consumed.handler_name)
-        rest = (str(consumed.event_id), consumed.payload_hash, consumed.consumed_date)
-        await self._set_savepoint()
-        await run(self._connection, CONSUME, (*key, *rest))
-        (row,) = await fetch(self._connection, CONSUMED, key)
-        return ConsumeResult(*key, UUID(row[0]), row[1], row[2])
-
-    async def consume_all(self, consumed: Sequence[ConsumeResult]) -> list[ConsumeResult]:
-        await self._set_savepoint()
-        return await consume_all(self._connection, self._server, consumed)
-
     async def insert_received(self, received: Sequence[ReceivedEvent]) -> None:
         rows = received_insertions(received, escape_of(self._connection), self._server.largest_packet)
         await self._send_insertions(received[0][0], self._in_messages(list(rows)))
 
-    async def consumed(self, source: str, external_id: str, handler_names: Sequence[str]) -> list[ConsumeResult]:
+    async def _consume(self, consumed: Sequence[ConsumeResult]) -> list[ConsumeResult]:
         await self._set_savepoint()
-        seen = SEEN.format(names=", ".join(["%s"] * len(handler_names)), all_rows=ALL_ROWS)
-        rows = await fetch(self._connection, seen, (source, external_id, *handler_names))
-        return [
-            ConsumeResult(source, external_id, name, UUID(event_id), payload_hash, moment)
-            for _, _, name, event_id, payload_hash, moment in rows
-        ]
+        parameters = consumed_parameters(consumed)
+        await run(self._connection, self._server.spell(CONSUME), parameters)
+        return consumed_rows(await fetch(self._connection, self._server.spell(CONSUMED), parameters))
+
+    async def _find_consumed(self, wanted: Sequence[ConsumeResult]) -> list[ConsumeResult]:
+        await self._set_savepoint()
+        sql = self._server.spell(FIND_CONSUMED)
+        return consumed_rows(await fetch(self._connection, sql, consumed_parameters(wanted)))
 
     def _insertions(self, action: ActionRecord, events: Sequence[EventRecord], *, ends: bool) -> list[bytes]:
         """The messages that write the rows of an action; with ``ends``, the last message commits."""
@@ -390,47 +376,6 @@ class MysqlSession:
 
 def _joined(*statements: str | bytes) -> bytes:
     return b"; ".join(statement.encode() if isinstance(statement, str) else statement for statement in statements)
-
-
-class PooledSession:
-    """Checks a connection out of a pool for a transaction, and gives the connection back."""
-
-    def __init__(
-        self,
-        check_out: Callable[[], Awaitable[tuple[Any, GiveBack]]],
-        explain: Callable[[Any, Exception], Awaitable[Exception | None]],
-        server: Server,
-        restore: GiveBack | None = None,
-    ) -> None:
-        """``explain`` returns the error to raise in place of the error that ended the transaction, or ``None``.
-
-        ``restore`` gives a connection back after an action that may have changed the session.
-        """
-        self._check_out = check_out
-        self._explain = explain
-        self._server = server
-        self._restore = restore
-
-    async def __aenter__(self) -> MysqlSession:
-        self._connection, self._give_back = await self._check_out()
-        self._session = MysqlSession(self._connection, self._server)
-        return self._session
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        give_back = self._give_back
-        if self._restore is not None and self._session.may_have_left_something:
-            give_back = self._restore
-        explained: Exception | None = None
-        try:
-            if isinstance(error, Exception):
-                explained = await self._explain(self._connection, error)
-        finally:
-            if (giving := give_back(self._connection)) is not None:
-                await to_the_end(giving)
-        if explained is not None:
-            raise explained from error
 
 
 async def give_back(pool: Any, connection: Any) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from outboxio.model.event import ActionRecord
-from outboxio.model.notification import Context, NotificationRecord
+from outboxio.model.notification import Context
+from outboxio.support.text import UTF_8, TextEncoding, encoding_named
 
 JSON = {"action_params", "payload", "headers", "errors"}
 
@@ -24,9 +25,6 @@ OF_EVENT = {
     "available_at": "::timestamp[]",
     "headers": "",
 }
-
-#: All columns of ``event_notifications``, in the order of the fields of :class:`NotificationRecord`.
-OF_NOTIFICATION = tuple(field for field in NotificationRecord.__struct_fields__ if field != "shard")
 
 
 def selected(columns: Sequence[str]) -> str:
@@ -51,7 +49,6 @@ def _micros(column: str) -> str:
 #: The columns of a due row, in the order of the fields of :class:`Notification`.
 DUE_COLUMNS = f"""{selected(("id", "handler_name", "event_type", "payload", "state", "attempts"))},
   {_micros("next_retry_at")}, {_micros("retention_from")}, n.sequence, n.partition_number, {_context()}"""
-RECORD_COLUMNS = selected(OF_NOTIFICATION)
 
 
 def partition_of(key: str, event_id: str, number: str) -> str:
@@ -73,3 +70,18 @@ CASE WHEN EXISTS (SELECT FROM eventlog.handler_partitions WHERE partitions > 1) 
   WHERE p.namespace = n.namespace AND p.handler_name = n.handler_name AND p.partitions > 1), 0::smallint)
 ELSE 0::smallint END
 """.strip()
+
+
+# --- encodings -------------------------------------------------------------------------------------
+#
+# The encodings of PostgreSQL. No driver is imported.
+
+_CODECS = {"KOI8R": "koi8-r", "KOI8U": "koi8-u"}
+"""The codecs of Python that have a different name than the encoding of PostgreSQL."""
+
+
+def encoding_called(name: str | None) -> TextEncoding:
+    """The encoding with this name in ``server_encoding`` or ``client_encoding``."""
+    if name is None or name in ("UTF8", "SQL_ASCII"):  # SQL_ASCII stores the bytes of the client as they are
+        return UTF_8
+    return encoding_named(name, _CODECS.get(name, name.replace("WIN", "cp")))

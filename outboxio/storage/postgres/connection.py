@@ -10,11 +10,10 @@ from typing import Any
 import asyncpg
 
 from outboxio.errors import ConfigurationError
-from outboxio.loops.owner import EventLoopGuard
 from outboxio.storage.connections.driver import DEFAULT_LIMITS, FAREWELL_TIMEOUT
-from outboxio.storage.connections.loop_connection import BaseLoopConnection, Connect, OnlyReads, Release, Troubles
+from outboxio.storage.connections.loop_connection import BaseLoopConnection, LoopSource, OnlyReads
 from outboxio.storage.postgres import errors
-from outboxio.storage.postgres.plans import is_outdated
+from outboxio.storage.postgres.errors import is_outdated
 from outboxio.storage.postgres.server_info import ONLY_READS, encoding_of, only_reads
 from outboxio.support.codec import is_list
 from outboxio.support.text import UTF_8, briefly
@@ -67,19 +66,15 @@ class LoopConnection(BaseLoopConnection):
 
     def __init__(
         self,
-        connect: Connect,
-        release: Release,
-        troubles: Troubles,
-        settings: Mapping[str, str],
+        source: LoopSource,
         *,
-        guard: EventLoopGuard,
         timeout: float = DEFAULT_LIMITS.statement_timeout,
         keeps: bool = True,
         writes: bool = True,
     ) -> None:
         """``timeout``: the seconds for a statement, unless the call of the method says otherwise."""
-        super().__init__(connect, release, troubles, guard=guard, keeps=keeps, writes=writes)
-        self._settings = dict(settings)
+        super().__init__(source, keeps=keeps, writes=writes)
+        self._settings = dict(LOOP_SETTINGS)
         self._timeout = timeout
         self.encoding = UTF_8
         """The encoding of the database, known after the first opening."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping
-from contextlib import AbstractAsyncContextManager, suppress
+from contextlib import nullcontext, suppress
 from datetime import datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -13,22 +13,19 @@ from urllib.parse import urlsplit
 import asyncpg
 from asyncpg.exceptions import InternalClientError
 
-from outboxio.errors import DatabaseUnavailable, PooledConnection, PoolTooSmall
 from outboxio.loops.owner import EventLoopGuard
 from outboxio.model.action import cause_chain
 from outboxio.model.payloads.fields import kept_by_numeric
 from outboxio.storage.connections.driver import DEFAULT_LIMITS, FAREWELL_TIMEOUT, Limits, ServerCalls, configure
-from outboxio.storage.connections.identity import Identity, Kin
-from outboxio.storage.connections.loop_connection import OnlyReads, Troubles
-from outboxio.storage.connections.pool import GiveBack, GivenPool, Occupancy
-from outboxio.storage.connections.server import ServerDatabase, together
-from outboxio.storage.connections.threaded_lock import ThreadedLock, TroublesOfThread
+from outboxio.storage.connections.identity import Identity
+from outboxio.storage.connections.loop_connection import LoopSource, OnlyReads
+from outboxio.storage.connections.pool import GiveBack, GivenPool, Occupancy, PoolAccess
+from outboxio.storage.connections.server import ServerDatabase
+from outboxio.storage.connections.threaded_lock import ThreadedLock
 from outboxio.storage.connections.watch import Watch
 from outboxio.storage.engines.given_engine import GivenEngine
 from outboxio.storage.postgres import errors
-from outboxio.storage.postgres.codecs import refuse_codecs
 from outboxio.storage.postgres.connection import (
-    LOOP_SETTINGS,
     LoopConnection,
     OurConnection,
     drop,
@@ -36,12 +33,11 @@ from outboxio.storage.postgres.connection import (
     quoted,
     underlying,
 )
+from outboxio.storage.postgres.errors import Plans
 from outboxio.storage.postgres.events import PostgresEvents
-from outboxio.storage.postgres.key_session import PostgresKeySession
-from outboxio.storage.postgres.lock import PostgresClusterLock
+from outboxio.storage.postgres.lock import PostgresClusterLock, PostgresKeySession
 from outboxio.storage.postgres.notifications import PostgresNotifications
 from outboxio.storage.postgres.ordering import PostgresOrdering
-from outboxio.storage.postgres.plans import Plans
 from outboxio.storage.postgres.port import PostgresPort
 from outboxio.storage.postgres.schema import PostgresSchema
 from outboxio.storage.postgres.server_info import (
@@ -51,12 +47,13 @@ from outboxio.storage.postgres.server_info import (
     identity_of,
     is_standby,
     only_reads,
+    refuse_codecs,
     session_of,
     sessions_of,
     writes,
 )
-from outboxio.storage.postgres.session import ENDING_TIMEOUT, ActionConnection, PooledSession, PostgresSession
-from outboxio.storage.protocols import LONGEST_SILENCE, ClusterLock
+from outboxio.storage.postgres.session import ENDING_TIMEOUT, ActionConnection, PostgresSession
+from outboxio.storage.protocols import LONGEST_SILENCE
 from outboxio.storage.tables import Tables
 from outboxio.storage.tables.walks import Bounds
 from outboxio.support.aio import TimeLimit, to_the_end
@@ -64,7 +61,7 @@ from outboxio.support.log import log_of
 from outboxio.support.text import TextEncoding
 
 if TYPE_CHECKING:
-    from outboxio.storage.postgres.engine_session import UnitSession
+    from outboxio.storage.engines.unit import Unit
 
 logger = log_of(__name__)
 
@@ -72,6 +69,7 @@ NOTIFY_TIMEOUT = 2.0  # seconds: NOTIFY shares its session with the heartbeat an
 
 # Without parameters, so that the statement is a single message (see LoopConnection).
 NOTIFY = "NOTIFY {}, {}"
+SERVER_PROCESS = "SELECT pg_catalog.pg_backend_pid()"
 NOW = "SELECT pg_catalog.timezone('UTC', pg_catalog.clock_timestamp())"
 
 
@@ -93,6 +91,8 @@ DRIVER = ServerCalls(is_usable, hang_up, drop, OurConnection.waits_for, sessions
 class PostgresDatabase(ServerDatabase[LoopConnection], Tables):
     dialect = "postgres"
     _place_of = staticmethod(where)
+    _connect_errors = (OSError, OverflowError, asyncpg.PostgresError, asyncpg.InterfaceError, InternalClientError)
+    _size_option = "max_size"
     stores_nul = False
     check_numbers = staticmethod(kept_by_numeric)
     wakes_across_processes = True
@@ -118,18 +118,10 @@ class PostgresDatabase(ServerDatabase[LoopConnection], Tables):
         Tables.__init__(self, name, bounds, *map(PostgresPort, (self._admin, self._find, self._settle, self._jobs)))
         self.schema = PostgresSchema(self._admin, name)
 
-    def session(self) -> AbstractAsyncContextManager[PostgresSession]:
-        if self._engine is not None:
-            return self._unit_of(self._engine)
-        return PooledSession(
-            self._check_out, self._explain, self._answer_limit, is_ours=self._url is not None, plans=self._plans
-        )
-
-    reading = session
-
     def _begin_anew(self) -> None:
         """Start with an empty time limit on the new event loop."""
-        self._answer_limit = TimeLimit(self._limits.statement_timeout)
+        limit = self._answer_limit = TimeLimit(self._limits.statement_timeout)
+        self._make_session = partial(PostgresSession, is_ours=self._url is not None, limit=limit, plans=self._plans)
 
     def wrap(self, connection: Any) -> PostgresSession | None:
         is_ours = isinstance(connection, asyncpg.Connection | asyncpg.pool.PoolConnectionProxy)
@@ -143,36 +135,23 @@ class PostgresDatabase(ServerDatabase[LoopConnection], Tables):
         if not is_of_pool and given not in self._ours.used:
             await self._own.require(given, lambda: identity_of(connection))
 
-    async def _own_identity(self) -> tuple[Identity, Kin | None]:
-        connection = await self._connect()
-        try:
-            identity = await identity_of(connection)
-            return identity, await identity.kin()
-        finally:
-            await to_the_end(self._release(connection))
+    async def _identity_of(self, connection: Any) -> Identity:
+        return await identity_of(connection)
 
-    def cluster_lock(
-        self, owner: str, channel: str | None, heartbeat: float, longest_block: float = 60.0
-    ) -> ClusterLock:
+    def _lock_on(
+        self, session: LoopConnection, owner: str, channel: str | None, heartbeat: float
+    ) -> PostgresClusterLock:
         silence = str(round(heartbeat * LONGEST_SILENCE * 1000))
         # A settlement with events is a transaction of several statements. A process that freezes between two statements
         # must not keep lease rows locked, because a new holder raises the terms of these rows.
         self._settle.set("idle_in_transaction_session_timeout", silence)
-        in_thread = self._opens_for_loops  # the connections of a given pool belong to the application's loop
-        session = self._dedicated(
-            guard=EventLoopGuard.of_shard(self.name) if in_thread else self._guard,
-            troubles=TroublesOfThread(self._connections, self._guard) if in_thread else self._connections,
-            idle_session_timeout=silence,
-        )
-        lock = PostgresClusterLock(session, owner, channel, max(heartbeat, 1.0))
-        threaded = ThreadedLock(lock, session, heartbeat, longest_block) if in_thread else None
-        self._lock_session = LockSession(session, threaded)
-        self._connections.locks.add(threaded or session)
-        return threaded or lock
+        session.set("idle_session_timeout", silence)
+        return PostgresClusterLock(session, owner, channel, max(heartbeat, 1.0))
 
-    def key_session(self, owner: str, heartbeat: float) -> PostgresKeySession:
-        session = self._dedicated()
-        self._connections.locks.add(session)
+    def _locks_are_on(self, session: LoopConnection, threaded: ThreadedLock | None) -> None:
+        self._lock_session = LockSession(session, threaded)
+
+    def _keys_on(self, session: LoopConnection, owner: str, heartbeat: float) -> PostgresKeySession:
         return PostgresKeySession(session, owner, heartbeat)
 
     async def notify(self, channel: str, payload: str) -> None:
@@ -203,18 +182,10 @@ class PostgresDatabase(ServerDatabase[LoopConnection], Tables):
         room: int = (await self._admin.fetch(LOCK_ROOM))[0][0]
         return room
 
-    async def refuse_shared_sessions(self) -> None:
-        """Compare the server processes of two open connections: equal only behind a proxy that shares sessions."""
-        opened = [await self._connect()]
-        try:
-            limit = self._limits.statement_timeout
-            pid = await _server_process(opened[0], limit)
-            opened.append(await self._connect())
-            async with opened[1].transaction():
-                if await _server_process(opened[1], limit) == pid:
-                    raise PooledConnection(self.name)
-        finally:
-            await to_the_end(together(map(self._release, opened)))
+    async def _session_number(self, connection: Any, *, in_transaction: bool = False) -> int:
+        async with connection.transaction() if in_transaction else nullcontext():
+            number: int = await connection.fetchval(SERVER_PROCESS, timeout=self._limits.statement_timeout)
+            return number
 
     @property
     def encoding(self) -> TextEncoding:
@@ -233,61 +204,37 @@ class PostgresDatabase(ServerDatabase[LoopConnection], Tables):
         finally:
             await to_the_end(close(connection))
 
-    def require_room(self, loops: int) -> None:
-        if self._given is not None and not self._opens_for_loops:
-            size, needed = self._pool.get_max_size(), loops + 1
-            if size < needed:
-                raise PoolTooSmall(self.name, size, needed, "max_size")
-
     is_transient = staticmethod(errors.is_transient)
     refuses_value = staticmethod(errors.refuses_value)
     is_unreachable = staticmethod(errors.is_unreachable)
     lacks_schema = staticmethod(errors.lacks_schema)
     lacks_rights = staticmethod(errors.lacks_rights)
 
-    def _dedicated(
-        self,
-        *,
-        keeps: bool = True,
-        writes: bool = True,
-        guard: EventLoopGuard | None = None,
-        troubles: Troubles | None = None,
-        **settings: str,
-    ) -> LoopConnection:
-        return LoopConnection(
-            self._connect, self._release, troubles or self._connections, {**LOOP_SETTINGS, **settings},
-            guard=guard or self._guard, timeout=self._limits.statement_timeout, keeps=keeps, writes=writes,
-        )  # fmt: skip
+    def _make_loop(self, source: LoopSource, *, keeps: bool, writes: bool) -> LoopConnection:
+        return LoopConnection(source, timeout=self._limits.statement_timeout, keeps=keeps, writes=writes)
 
-    def _take_from(self, pool: asyncpg.Pool[Any]) -> GivenPool:
+    def _access_to(self, pool: asyncpg.Pool[Any]) -> PoolAccess:
         def occupancy() -> Occupancy:
             return Occupancy(pool.get_size() - pool.get_idle_size(), pool.get_max_size())
 
         identities = Identities(pool, give_back_within=ENDING_TIMEOUT)
-        return GivenPool(
-            pool, guard=self._guard, shard=self.name, timeout=self._limits.pool_timeout, acquire=identities.acquire,
-            release=identities.release, has_idle=lambda: pool.get_idle_size() > 0, occupancy=occupancy,
-        )  # fmt: skip
+        return PoolAccess(identities.acquire, identities.release, lambda: pool.get_idle_size() > 0, occupancy)
 
-    @staticmethod
-    def _size_of_given(pool: asyncpg.Pool[Any]) -> int:
-        return pool.get_max_size()
+    def _session_of_unit(self, unit: Unit) -> PostgresSession:
+        from outboxio.storage.postgres.engine_session import UnitSession
 
-    def _unit_of(self, engine: GivenEngine) -> AbstractAsyncContextManager[PostgresSession]:
-        from outboxio.storage.engines.checkout import CheckedOutUnit
-        from outboxio.storage.postgres import engine_session
+        return UnitSession(unit, self._answer_limit, self._plans)
 
-        async def explain(session: UnitSession, error: Exception) -> Exception | None:
-            causes = list(cause_chain(error))
-            self._plans.heed(causes)
-            explained = (self._explain(session, cause) for cause in causes if isinstance(cause, Exception))
-            return next(filter(None, explained), None)
+    async def _explain(self, session: PostgresSession, error: BaseException) -> Exception | None:
+        causes = list(cause_chain(error))
+        self._plans.heed(causes)
+        if not isinstance(error, Exception):
+            return None
+        drivers = causes if session.unit is not None else [error]  # SQLAlchemy wraps the errors of the driver
+        explained = (self._explained(session, cause) for cause in drivers if isinstance(cause, Exception))
+        return next(filter(None, explained), None)
 
-        return CheckedOutUnit(
-            engine, lambda unit: engine_session.UnitSession(unit, self._answer_limit, self._plans), explain
-        )
-
-    def _explain(self, session: PostgresSession, error: Exception) -> Exception | None:
+    def _explained(self, session: PostgresSession, error: Exception) -> Exception | None:
         """An error of outboxio to raise in place of the driver's error; ``None`` to keep the driver's error."""
         connection = session.connection
         if errors.is_read_only(error) and not writes(
@@ -374,12 +321,6 @@ class PostgresDatabase(ServerDatabase[LoopConnection], Tables):
             raise
         return connection
 
-    async def _reaching(self, url: str | None, connect: Callable[[], Any]) -> Any:
-        try:
-            return await connect()
-        except (OSError, OverflowError, asyncpg.PostgresError, asyncpg.InterfaceError, InternalClientError) as error:
-            raise DatabaseUnavailable(self.name, self._where(url), str(error) or type(error).__name__) from error
-
 
 class LockSession:
     """The session with the cluster locks, for statements that do not concern the locks."""
@@ -412,8 +353,3 @@ async def _give_back(given: GivenPool, connection: Any) -> None:
     except Exception as error:
         # The action has already ended: an error of the pool must not change the result.
         logger.warning("a connection could not be reset, the pool opens another in its place: %s", error)
-
-
-async def _server_process(connection: Any, timeout: float) -> int:
-    pid: int = await connection.fetchval("SELECT pg_catalog.pg_backend_pid()", timeout=timeout)
-    return pid

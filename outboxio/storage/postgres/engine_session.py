@@ -7,7 +7,7 @@ from typing import Any
 
 from outboxio.errors import ConfigurationError
 from outboxio.storage.engines.unit import Unit
-from outboxio.storage.postgres.plans import Plans
+from outboxio.storage.postgres.errors import Plans
 from outboxio.storage.postgres.session import ENDING_TIMEOUT, PostgresSession
 from outboxio.support.aio import TimeLimit
 

@@ -1,4 +1,4 @@
-"""The INSERT of the ``events`` rows of an action. No driver is imported."""
+"""What transactions of the application write: events, and received messages. No driver is imported."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
-from outboxio.model.event import ActionRecord, EventRecord
+from outboxio.model.event import ActionRecord, EventRecord, ReceivedEvent
 from outboxio.storage.postgres.columns import JSON, OF_ACTION, OF_EVENT
+from outboxio.storage.protocols import ConsumeResult
 
 # The statement runs on the application's connections, with the application's search_path; see session.py.
 
@@ -90,3 +91,68 @@ def as_texts(values: Iterable[Any]) -> list[str | None]:
     the first and the last moment of Python's calendar into infinity, which is before or after every moment.
     """
     return [None if value is None else str(value) for value in values]
+
+
+# --- received messages -----------------------------------------------------------------------------
+#
+# Many inbox messages in a transaction: their rows of ``consumed_events``, and their events.
+
+# The statements run on the application's connections, with the application's search_path; see session.py.
+
+_CONSUMED = ", ".join(ConsumeResult.__struct_fields__)
+
+# The rows come in the order of the primary key, so that two transactions do not deadlock. A message that comes twice is
+# inserted once, by its first row.
+CONSUME = f"""
+INSERT INTO eventlog.consumed_events ({_CONSUMED})
+SELECT e.* FROM ROWS FROM (
+  pg_catalog.unnest($1::pg_catalog.text[]), pg_catalog.unnest($2::pg_catalog.text[]),
+  pg_catalog.unnest($3::pg_catalog.text[]), pg_catalog.unnest($4::pg_catalog.text[]::pg_catalog.uuid[]),
+  pg_catalog.unnest($5::pg_catalog.text[]), pg_catalog.unnest($6::pg_catalog.text[]::timestamp[])
+) AS e({_CONSUMED})
+ON CONFLICT (source, external_id, handler_name) DO NOTHING
+"""
+# The index of the primary key has a range for each combination of the values: a superset of the wanted keys.
+CONSUMED = f"""
+SELECT {_CONSUMED} FROM eventlog.consumed_events
+WHERE source OPERATOR(pg_catalog.=) ANY ($1::pg_catalog.text[])
+  AND external_id OPERATOR(pg_catalog.=) ANY ($2::pg_catalog.text[])
+  AND handler_name OPERATOR(pg_catalog.=) ANY ($3::pg_catalog.text[])
+"""
+
+_of_received = attrgetter(*(column for column in OF_EVENT if column != "headers"))
+_of_consumed = attrgetter(*ConsumeResult.__struct_fields__)
+assert list(OF_EVENT)[-1] == "headers"
+
+# Each message is an action of its own, so the columns of the action are arrays as well.
+_CASTS = {
+    **OF_EVENT,
+    **dict.fromkeys(OF_ACTION, ""),
+    **dict.fromkeys(("action_id", "causation_id"), "::pg_catalog.uuid[]"),
+    **dict.fromkeys(("started_date", "completion_date"), "::timestamp[]"),
+    "hops": "::int[]",
+}
+_RECEIVED = {
+    **{c: f"e.{c}::pg_catalog.jsonb" if c in JSON else f"e.{c}" for c in _CASTS},
+    "event_date": "e.completion_date",
+    "delivered": "FALSE",
+}
+_RECEIVED_ARRAYS = ", ".join(
+    f"pg_catalog.unnest(${number}::pg_catalog.text[]{cast})" for number, cast in enumerate(_CASTS.values(), 1)
+)
+INSERT_RECEIVED = f"""
+INSERT INTO eventlog.events ({", ".join(_RECEIVED)})
+SELECT {", ".join(_RECEIVED.values())}
+FROM ROWS FROM ({_RECEIVED_ARRAYS}) AS e({", ".join(_CASTS)})
+"""
+
+
+def consumed_columns(consumed: Sequence[ConsumeResult]) -> list[list[str | None]]:
+    """The arguments of ``CONSUME``."""
+    return [as_texts(column) for column in zip(*map(_of_consumed, consumed), strict=True)]
+
+
+def received_columns(received: Sequence[ReceivedEvent]) -> list[list[str | None]]:
+    """The arguments of ``INSERT_RECEIVED``."""
+    rows = [[*_of_received(event), action.headers_of(event), *_of_action(action)] for action, event in received]
+    return [as_texts(column) for column in zip(*rows, strict=True)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -10,28 +11,12 @@ import asyncpg
 from msgspec import Struct
 
 from outboxio.errors import RightsMissing
-from outboxio.storage.adoption import statements_of_adoption
 from outboxio.storage.catalog import IN_EVENTLOG, POSTGRES, POSTGRES_TABLES
+from outboxio.storage.ddl import Part
+from outboxio.storage.migration import Migration, Work
 from outboxio.storage.postgres.connection import LoopConnection
 from outboxio.storage.postgres.server_info import ONLY_READS
-from outboxio.storage.schema import (
-    Found,
-    Rights,
-    drops_parts,
-    files_to_apply,
-    indexes_to_make,
-    is_occupied,
-    ordering,
-    pending_files,
-    reading,
-    refuse_incomplete,
-    refuse_lacking,
-    refuse_newer,
-    refuse_older,
-    refuse_unadoptable,
-    rights_lacking,
-    tells_older,
-)
+from outboxio.storage.schema import Found, Rights, SqlFile, ordering, reading, refuse_lacking, rights_lacking
 
 # A right on any column is enough here. A right on a wrong column fails when the statement runs.
 RIGHTS = f"""
@@ -74,32 +59,16 @@ class _User(Struct, frozen=True):
     """The owner of the table ``events``."""
 
 
-class PostgresSchema:
+class PostgresSchema(Migration):
+    _adopt_statements = (ADOPT, ADOPTED)
+
     def __init__(self, admin: LoopConnection, shard: str) -> None:
+        super().__init__(shard)
         self._admin = admin
-        self._shard = shard
 
-    async def migrate(self, *, contract: bool = False) -> list[str]:
-        try:
-            applied: list[str] = await self._admin.in_transaction(partial(self._migrate, contract=contract))
-        except asyncpg.InsufficientPrivilegeError as error:
-            raise self._cannot_make(error, await self._admin.use(_user)) from error
-        return applied
-
-    async def adopt(self, *, dry_run: bool = False) -> list[str]:
-        try:
-            statements: list[str] = await self._admin.in_transaction(partial(self._take_over, dry_run=dry_run))
-        except asyncpg.InsufficientPrivilegeError as error:
-            raise self._cannot_make(error, await self._admin.use(_user)) from error
-        return statements
-
-    async def pending(self) -> list[str]:
-        return pending_files("postgres", await self._admin.look(self._look))
-
-    async def check(self, needed: Rights | None = None) -> None:
-        found: Found = await self._admin.look(lambda connection: self._look(connection, needed))
-        refuse_newer(self._shard, "postgres", found)
-        refuse_incomplete(self._shard, "postgres", found)
+    @property
+    def _dialect(self) -> str:
+        return "postgres"
 
     async def orders_refused(self) -> str | None:
         return cast("str | None", await self._admin.look(self._why_no_orders))
@@ -121,39 +90,37 @@ class PostgresSchema:
             return str(error)
         return ONLY_READS if await connection.fetchval(IS_READ_ONLY) else None
 
-    async def _migrate(self, connection: Any, *, contract: bool) -> list[str]:
-        await connection.execute(POSTGRES.take_turns)
-        found = await self._look(connection)
-        if is_occupied("postgres", found):
-            return await self._adopt(connection, found)
-        files = files_to_apply(self._shard, "postgres", found, contract=contract)
-        indexes = indexes_to_make(self._shard, "postgres", found)
-        if contract and (dropping := drops_parts(files, found)):
-            announced = POSTGRES.announced_by_older if tells_older(found) else POSTGRES.announced
-            refuse_older(self._shard, dropping, await connection.fetch(announced))
+    async def _in_turn(self, work: Work) -> list[str]:
+        async def in_turn(connection: Any) -> list[str]:
+            await connection.execute(POSTGRES.take_turns)
+            return await work(connection)
+
+        try:
+            done: list[str] = await self._admin.in_transaction(in_turn)
+        except asyncpg.InsufficientPrivilegeError as error:
+            raise self._cannot_make(error, await self._admin.use(_user)) from error
+        return done
+
+    async def _fetch(self, connection: Any, sql: str) -> Sequence[Sequence[Any]]:
+        rows: list[Any] = await connection.fetch(sql)
+        return rows
+
+    async def _run(self, connection: Any, sql: str, *args: Any) -> None:
+        await connection.execute(sql, *args)
+
+    async def _refuse_flaws(
+        self, connection: Any, found: Found, files: Sequence[SqlFile], lost: Sequence[Part]
+    ) -> None:
+        """Accept the tables: each migration is one transaction, so that no table is incomplete."""
+
+    async def _apply(self, connection: Any, files: Sequence[SqlFile], found: Found) -> None:
         has_schema = bool(files) and (await _user(connection)).has_schema
         for file in files:
             await connection.execute(file.text.replace(MAKE_SCHEMA, "") if has_schema else file.text)
-        for index in indexes:
-            await connection.execute(index.statements[0])
-        return [*(file.name for file in files), *(index.words for index in indexes)]
 
-    async def _take_over(self, connection: Any, *, dry_run: bool) -> list[str]:
-        await connection.execute(POSTGRES.take_turns)
-        statements = statements_of_adoption(self._shard, "postgres", await self._look(connection))
-        if not dry_run:
-            for statement in statements:
-                await connection.execute(statement)
-            await self._migrate(connection, contract=False)
-        return statements
-
-    async def _adopt(self, connection: Any, found: Found) -> list[str]:
-        """Record the files as applied if a different tool has made all tables completely; otherwise raise."""
-        refuse_unadoptable(self._shard, "postgres", found)
-        await connection.execute(ADOPT)
-        files = files_to_apply(self._shard, "postgres", found)
-        await connection.executemany(ADOPTED, [(file.version, file.name) for file in files])
-        return []
+    async def _look_now(self, needed: Rights | None = None, *, probes: bool = False) -> Found:
+        found: Found = await self._admin.look(partial(self._look, needed=needed))
+        return found
 
     async def _look(self, connection: Any, needed: Rights | None = None) -> Found:
         """The existing tables. Raises :class:`RightsMissing` without the rights ``needed``, by default SELECT."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from datetime import datetime
-from types import TracebackType
 from typing import Any
 from uuid import UUID
 
@@ -13,23 +12,25 @@ import asyncpg
 from msgspec import Struct
 
 from outboxio.errors import TransactionEnded
-from outboxio.model.action import cause_chain
 from outboxio.model.event import ActionRecord, EventRecord, ReceivedEvent, refusal_of
 from outboxio.model.notification import COPIED
-from outboxio.storage.connections.pool import GiveBack
+from outboxio.storage.consuming import Consuming
 from outboxio.storage.postgres.columns import partition_of
 from outboxio.storage.postgres.connection import OurConnection, row_count
-from outboxio.storage.postgres.errors import is_unreachable
-from outboxio.storage.postgres.insertion import as_texts, insertion
-from outboxio.storage.postgres.plans import Plans, is_outdated
-from outboxio.storage.postgres.received import consume_all, insert_received
+from outboxio.storage.postgres.errors import Plans, is_outdated, is_unreachable
+from outboxio.storage.postgres.insertion import (
+    CONSUME,
+    CONSUMED,
+    INSERT_RECEIVED,
+    as_texts,
+    consumed_columns,
+    insertion,
+    received_columns,
+)
 from outboxio.storage.postgres.server_info import encoding_of, user_of
 from outboxio.storage.protocols import CommitLost, ConsumeResult, NewNotification, SessionUnit
-from outboxio.storage.statements import POSTGRES, POSTGRES_ESCAPING
-from outboxio.support.aio import TimeLimit, to_the_end
-from outboxio.support.log import log_of
-
-logger = log_of(__name__)
+from outboxio.storage.transaction_endings import POSTGRES, POSTGRES_ESCAPING
+from outboxio.support.aio import TimeLimit
 
 ENDING_TIMEOUT = 10.0  # seconds for ROLLBACK, and for resetting a connection, before it is dropped
 
@@ -85,21 +86,6 @@ FROM delivered e CROSS JOIN ROWS FROM (
     ON p.namespace OPERATOR(pg_catalog.=) e.namespace AND p.handler_name OPERATOR(pg_catalog.=) o.handler_name
 """
 
-NO_EVENT = UUID(int=0)
-
-_CONSUMED = ", ".join(ConsumeResult.__struct_fields__)
-
-# The second of two concurrent transactions waits for the commit of the first, and then reads the row of the first.
-CONSUME = f"""
-INSERT INTO eventlog.consumed_events ({_CONSUMED})
-VALUES ($1, $2, $3, $4, $5, $6) ON CONFLICT (source, external_id, handler_name) DO NOTHING
-"""
-CONSUMED = f"""
-SELECT {_CONSUMED} FROM eventlog.consumed_events
-WHERE source OPERATOR(pg_catalog.=) $1 AND external_id OPERATOR(pg_catalog.=) $2
-  AND handler_name OPERATOR(pg_catalog.=) ANY ($3::pg_catalog.text[])
-"""
-
 
 def ending_in(sql: str, connection: Any) -> str | None:
     """The words with which ``sql`` ends the transaction, with literals read as this server session reads them."""
@@ -109,7 +95,7 @@ def ending_in(sql: str, connection: Any) -> str | None:
     return POSTGRES_ESCAPING.ending_in(sql) if escapes else words
 
 
-class PostgresSession:
+class PostgresSession(Consuming):
     """A transaction on an asyncpg connection: a pooled connection, or a connection of the application."""
 
     def __init__(
@@ -246,46 +232,37 @@ class PostgresSession:
         )
         self._wrote = True
 
-    async def consume(self, consumed: ConsumeResult) -> ConsumeResult:
-        key = (consumed.source, consumed.external_id, consumed.handler_name)
-        rest = (consumed.event_id, consumed.payload_hash, consumed.consumed_date)
-        try:
-            await self._connection.execute(CONSUME, *key, *rest)
-        except asyncpg.UntranslatableCharacterError as error:
-            raise self._refusal_of(error, [consumed]) from error
-        return ConsumeResult(*await self._connection.fetchrow(CONSUMED, *key[:2], [consumed.handler_name]))
-
-    async def consumed(self, source: str, external_id: str, handler_names: Sequence[str]) -> list[ConsumeResult]:
-        try:
-            rows = await self._connection.fetch(CONSUMED, source, external_id, list(handler_names))
-        except asyncpg.UntranslatableCharacterError as error:
-            message = ConsumeResult(source, external_id, "", NO_EVENT, "", datetime.min)
-            raise self._refusal_of(error, [message]) from error
-        return [ConsumeResult(*row) for row in rows]
-
     async def consume_all(self, consumed: Sequence[ConsumeResult]) -> list[ConsumeResult]:
         self._wrote = True
-        try:
-            return await consume_all(self._connection, consumed)
-        except asyncpg.UntranslatableCharacterError as error:
-            raise self._refusal_of(error, consumed) from error
+        return await self._consume(consumed)
+
+    async def _consume(self, consumed: Sequence[ConsumeResult]) -> list[ConsumeResult]:
+        await self._storing(consumed, self._connection.execute(CONSUME, *consumed_columns(consumed)))
+        return await self._find_consumed(consumed)
+
+    async def _find_consumed(self, wanted: Sequence[ConsumeResult]) -> list[ConsumeResult]:
+        keys = {(row.source, row.external_id, row.handler_name) for row in wanted}
+        columns = [sorted(set(column)) for column in zip(*keys, strict=True)]
+        rows = await self._storing(wanted, self._connection.fetch(CONSUMED, *columns))
+        return [ConsumeResult(*row) for row in rows if tuple(row[:3]) in keys]
 
     async def insert_received(self, received: Sequence[ReceivedEvent]) -> None:
-        try:
-            await insert_received(self._connection, received)
-        except asyncpg.UntranslatableCharacterError as error:
-            raise self._refusal_of(error, [row for each in received for row in reversed(each)]) from error
+        records = [row for each in received for row in reversed(each)]
+        await self._storing(records, self._connection.execute(INSERT_RECEIVED, *received_columns(received)))
         self._wrote = True
 
     async def insert_events(self, action: ActionRecord, events: Sequence[EventRecord]) -> None:
-        try:
-            await self._connection.execute(*insertion(action, events))
-        except asyncpg.UntranslatableCharacterError as error:
-            raise self._refusal_of(error, [*events, action]) from error
+        await self._storing([*events, action], self._connection.execute(*insertion(action, events)))
         self._wrote = True
 
+    async def _storing(self, records: Iterable[Struct], statement: Awaitable[Any]) -> Any:
+        """The result of a statement. Raises the error that names the field which the database cannot store."""
+        try:
+            return await statement
+        except asyncpg.UntranslatableCharacterError as error:
+            raise self._refusal_of(error, records) from error
+
     def _refusal_of(self, error: Exception, records: Iterable[Struct]) -> Exception:
-        """The error that names the field which the database cannot store."""
         return refusal_of(records, encoding_of(self._connection)) or error
 
     async def _first(self, run: Callable[..., Awaitable[Any]], sql: str, args: Sequence[Any]) -> Any:
@@ -400,43 +377,3 @@ class ActionConnection(OurConnection):
     def add_log_listener(self, callback: Any) -> None:
         self._has_listeners = True
         super().add_log_listener(callback)
-
-
-class PooledSession:
-    """Checks a connection out of a pool, and gives the connection back."""
-
-    def __init__(
-        self,
-        check_out: Callable[[], Awaitable[tuple[Any, GiveBack]]],
-        explain: Callable[[PostgresSession, Exception], Exception | None],
-        limit: TimeLimit,
-        *,
-        is_ours: bool,
-        plans: Plans,
-    ) -> None:
-        """``explain`` returns an error to raise instead. ``is_ours``: connections are :class:`ActionConnection`."""
-        self._check_out = check_out
-        self._explain = explain
-        self._limit = limit
-        self._is_ours = is_ours
-        self._plans = plans
-
-    async def __aenter__(self) -> PostgresSession:
-        self._connection, self._give_back = await self._check_out()
-        self._session = PostgresSession(self._connection, is_ours=self._is_ours, limit=self._limit, plans=self._plans)
-        return self._session
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        explained: Exception | None = None
-        try:
-            if error is not None:
-                self._plans.heed(cause_chain(error))
-            if isinstance(error, Exception):
-                explained = self._explain(self._session, error)
-        finally:
-            if (giving := self._give_back(self._connection)) is not None:
-                await to_the_end(giving)
-        if explained is not None:
-            raise explained from error

@@ -4,8 +4,9 @@ To write a dialect, read in this order:
 
 1. ``values``: the values that cross the seam.
 2. ``hot``: the protocols of each action, each round of fan-out and each round of dispatch. Speed matters here.
-3. ``cold``: migration, and the checks at start-up. Tables that only operators use are in ``storage/tables``.
-4. ``database``: one shard's database, which puts the rest together.
+3. ``database``: one shard's database, which puts the rest together; migration, and the checks at start-up.
+
+Tables that only operators use are in ``storage/tables``; ``operating`` has the values that these return.
 
 A repository turns rows into values and back. ``Session`` works in the transaction of the application. The
 remaining methods are short transactions, or single autocommit statements, on connections of the loops.
@@ -66,53 +67,11 @@ from outboxio.storage.protocols.values import (
 )
 
 __all__ = [
-    "LONGEST_SILENCE",
-    "SHARE_OF_HEARTBEAT",
-    "ActionPlace",
-    "Announced",
-    "BulkOrder",
-    "ClusterLock",
-    "ClusterView",
-    "CommitLost",
-    "ConsumeResult",
-    "Counted",
-    "Database",
-    "DeadFigures",
-    "DeferredFigures",
-    "DispatchStore",
-    "DueFigures",
-    "EventSummary",
-    "FanoutRequest",
-    "FanoutResult",
-    "FanoutStore",
-    "Found",
-    "FoundAction",
-    "HandlerMinute",
-    "Head",
-    "Holder",
-    "Instance",
-    "InstanceReport",
-    "KeySession",
-    "LastError",
-    "LockGrant",
-    "NewNotification",
-    "OrderingRepository",
-    "Orders",
-    "ParkedKey",
-    "PartitionCount",
-    "Pause",
-    "Piece",
-    "PurgeResult",
-    "Rehomed",
-    "Schema",
-    "SeenLease",
-    "Session",
-    "SessionUnit",
-    "StartedRun",
-    "Taken",
-    "TransactionLost",
-    "Waiting",
-    "active_partitions",
-    "counts_of",
-    "slots_of",
-]
+    "LONGEST_SILENCE", "SHARE_OF_HEARTBEAT", "ActionPlace", "Announced", "BulkOrder", "ClusterLock", "ClusterView",
+    "CommitLost", "ConsumeResult", "Counted", "Database", "DeadFigures", "DeferredFigures", "DispatchStore",
+    "DueFigures", "EventSummary", "FanoutRequest", "FanoutResult", "FanoutStore", "Found", "FoundAction",
+    "HandlerMinute", "Head", "Holder", "Instance", "InstanceReport",
+    "KeySession", "LastError", "LockGrant", "NewNotification", "OrderingRepository", "Orders", "ParkedKey",
+    "PartitionCount", "Pause", "Piece", "PurgeResult", "Rehomed", "Schema", "SeenLease", "Session", "SessionUnit",
+    "StartedRun", "Taken", "TransactionLost", "Waiting", "active_partitions", "counts_of", "slots_of",
+]  # fmt: skip

@@ -1,4 +1,4 @@
-"""The protocol of migration, and of the checks at start-up."""
+"""The database of a shard, which puts the rest together; migration, and the checks at start-up."""
 
 from __future__ import annotations
 
@@ -76,11 +76,22 @@ class Schema(Protocol):
         ...
 
 
-# --- the database of a shard: the protocol that puts the rest together ----------------------------
-
-
 class Database(Protocol):
     """The database of a shard. A database closes the connections that the database opened."""
+
+    deferred: Deferred
+    event_search: EventSearch
+    jobs: Jobs
+    operations: Operations
+    partitions: PartitionTables | None
+    """The tables of partitions and processes; ``None`` if all handlers have a single partition (SQLite)."""
+    reports: Reports
+    retention: Retention
+    search: NotificationSearch
+    starts: Starts
+    stored_events: StoredEvents
+    stored_notifications: StoredNotifications
+    subscriptions: Subscriptions
 
     @property
     def name(self) -> str:
@@ -129,51 +140,13 @@ class Database(Protocol):
     def events(self) -> FanoutStore: ...
 
     @property
-    def stored_events(self) -> StoredEvents: ...
-
-    @property
     def notifications(self) -> DispatchStore: ...
-
-    @property
-    def stored_notifications(self) -> StoredNotifications: ...
 
     @property
     def ordering(self) -> OrderingRepository: ...
 
     @property
-    def starts(self) -> Starts: ...
-
-    @property
-    def deferred(self) -> Deferred: ...
-
-    @property
-    def retention(self) -> Retention: ...
-
-    @property
-    def subscriptions(self) -> Subscriptions: ...
-
-    @property
-    def partitions(self) -> PartitionTables | None:
-        """The tables of partitions and processes; ``None`` if all handlers have a single partition (SQLite)."""
-        ...
-
-    @property
-    def jobs(self) -> Jobs: ...
-
-    @property
-    def operations(self) -> Operations: ...
-
-    @property
-    def search(self) -> NotificationSearch: ...
-
-    @property
-    def event_search(self) -> EventSearch: ...
-
-    @property
     def probes(self) -> Probes: ...
-
-    @property
-    def reports(self) -> Reports: ...
 
     @property
     def schema(self) -> Schema: ...

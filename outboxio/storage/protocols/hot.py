@@ -211,7 +211,7 @@ class OrderingRepository(Protocol):
         ...
 
     async def block(self, ids: Sequence[UUID], now: datetime) -> int:
-        """Make PENDING and FAILED rows BLOCKED; the number of rows."""
+        """Make PENDING and FAILED rows BLOCKED; the number of rows. The ids are in order, as rows are locked."""
         ...
 
     async def unblock(
@@ -238,7 +238,10 @@ class OrderingRepository(Protocol):
         ...
 
     async def postpone(self, ids: Sequence[UUID], until: datetime, now: datetime) -> int:
-        """Make PENDING rows due at ``until``; the number of rows. The retention starts at ``until``."""
+        """Make PENDING rows due at ``until``; the number of rows. The retention starts at ``until``.
+
+        The ids are in order, as rows are locked.
+        """
         ...
 
 

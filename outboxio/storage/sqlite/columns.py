@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 
 from outboxio.model.event import ActionRecord, EventRecord
-from outboxio.model.notification import COPIED, Context, NotificationRecord
+from outboxio.model.notification import COPIED, Context
 
 # --- eventlog_events ---------------------------------------------------------------------------------
 
@@ -52,9 +52,6 @@ def due_row(micros: Callable[[str], str] = micros) -> str:
     """A due row as a JSON array, in the order of the fields of ``Notification``; ``micros`` is of a moment's column."""
     columns = (micros(column) if column in _MOMENTS else column for column in _DUE)
     return f"json_array({', '.join(columns)}, json_array({', '.join(Context.__struct_fields__)}))"
-
-
-RECORD = tuple(field for field in NotificationRecord.__struct_fields__ if field != "shard")
 
 
 def names(columns: Iterable[str]) -> str:

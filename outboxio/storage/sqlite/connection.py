@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sqlite3
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -111,6 +111,17 @@ def fetch_legible(connection: sqlite3.Connection, sql: str, parameters: Paramete
         return fetch_value(connection, sql, parameters)
     finally:
         connection.text_factory = usual
+
+
+def result_of(work: Coroutine[Any, Any, T]) -> T:
+    """The result of a coroutine that waits for nothing, because its statements block."""
+    try:
+        work.send(None)
+    except StopIteration as end:
+        return end.value  # type: ignore[no-any-return]  # of T
+    finally:
+        work.close()
+    raise RuntimeError("the work of a transaction awaits something other than its statements")
 
 
 def _legible(text: bytes) -> str:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sqlite3
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -19,8 +18,6 @@ from outboxio.storage.sqlite.connection import (
     Work,
     connect,
     execute_when_free,
-    fetch_legible,
-    fetch_value,
     in_transaction,
 )
 from outboxio.storage.sqlite.thread import ThreadConnection, Turn
@@ -77,35 +74,12 @@ class Connections:
         """The connections in use: those that the application reads on, and the writer."""
         return len(self.readers.used) + self.turn.is_taken
 
-    async def read(self, work: Work[T]) -> T:
-        """Call ``work`` with the loops' connection for reading."""
+    async def read(self, work: Work[T], *, may_be_long: bool = False) -> T:
+        """Call ``work`` with a connection for reading. ``may_be_long``: work that must not delay the loops."""
         self.guard.enter()
         if not self._in_memory or self.turn.is_mine:
-            return await self._reader.submit(work)
+            return await (self._inspector if may_be_long else self._reader).submit(work)
         return await self._in_turn(work)
-
-    async def inspect(self, sql: str, parameters: Parameters, *, legible: bool = False) -> Any:
-        """Run a query that may take long; the first column of the first row.
-
-        ``legible``: the texts are only shown, and bytes that are no UTF-8 become U+FFFD. Otherwise such bytes are an
-        error.
-        """
-        self.guard.enter()
-        query = partial(fetch_legible if legible else fetch_value, sql=sql, parameters=parameters)
-        if not self._in_memory or self.turn.is_mine:
-            return await self._inspector.submit(query)
-        return await self._in_turn(query)
-
-    async def inspect_each(self, statements: Sequence[tuple[str, Parameters]]) -> list[Any]:
-        """Run several queries as :meth:`inspect` does, one after the other; the first column of each first row."""
-        self.guard.enter()
-
-        def query(connection: sqlite3.Connection) -> list[Any]:
-            return [fetch_value(connection, sql, parameters) for sql, parameters in statements]
-
-        if not self._in_memory or self.turn.is_mine:
-            return await self._inspector.submit(query)
-        return await self._in_turn(query)
 
     async def write(self, sql: str, parameters: Parameters) -> int:
         """Run an autocommit statement; the number of changed rows."""

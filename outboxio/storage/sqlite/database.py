@@ -13,16 +13,21 @@ from outboxio.loops.owner import EventLoopGuard
 from outboxio.storage.connections.driver import DEFAULT_LIMITS, Limits
 from outboxio.storage.engines.given_engine import GivenEngine
 from outboxio.storage.sqlite import errors
-from outboxio.storage.sqlite.application_connection import ApplicationSession, files_of, is_connection
 from outboxio.storage.sqlite.connections import Connections
 from outboxio.storage.sqlite.events import SqliteEvents
-from outboxio.storage.sqlite.key_session import SqliteKeySession
-from outboxio.storage.sqlite.lock import FileLocks, MemoryLocks, SqliteClusterLock
+from outboxio.storage.sqlite.lock import FileLocks, MemoryLocks, SqliteClusterLock, SqliteKeySession
 from outboxio.storage.sqlite.notifications import SqliteNotifications
 from outboxio.storage.sqlite.ordering import SqliteOrdering
 from outboxio.storage.sqlite.port import SqlitePort
 from outboxio.storage.sqlite.schema import SqliteSchema
-from outboxio.storage.sqlite.session import CheckedOutSession, ReadingSession, SqliteSession
+from outboxio.storage.sqlite.session import (
+    ApplicationSession,
+    CheckedOutSession,
+    ReadingSession,
+    SqliteSession,
+    files_of,
+    is_connection,
+)
 from outboxio.storage.tables import Tables
 from outboxio.storage.tables.walks import Bounds
 from outboxio.support import machine
@@ -69,10 +74,10 @@ class SqliteDatabase(Tables):
         self.events = SqliteEvents(self._connections)
         self.notifications = SqliteNotifications(self._connections)
         self.ordering = SqliteOrdering(self._connections)
-        port = SqlitePort(self._connections)
-        Tables.__init__(self, name, Bounds(rows=5000, errors=2500), port, port, port, port)
+        admin, loops = SqlitePort(self._connections), SqlitePort(self._connections, is_of_loops=True)
         # A single process at a time writes to a SQLite file, so each handler has a single partition.
-        self.partitions = None
+        bounds = Bounds(rows=5000, errors=2500)
+        Tables.__init__(self, name, bounds, admin, loops, loops, loops, partitions=False)
         self.schema = SqliteSchema(self._connections, name, path)
 
     def session(self) -> AbstractAsyncContextManager[SqliteSession]:

@@ -13,7 +13,7 @@ from sqlalchemy.util.concurrency import in_greenlet
 
 from outboxio.errors import ConfigurationError
 from outboxio.model.event import ActionRecord, EventRecord
-from outboxio.storage.engines.checkout import CheckedOutUnit
+from outboxio.storage.connections.checkout import CheckedOut
 from outboxio.storage.engines.given_engine import GivenEngine
 from outboxio.storage.engines.unit import Unit
 from outboxio.storage.sqlite.connection import Work, execute_when_free
@@ -58,11 +58,11 @@ class UnitSession(SqliteSession):
         self._unit.is_broken = True
 
 
-class CheckedOutSession(CheckedOutUnit[UnitSession]):
+class CheckedOutSession(CheckedOut[UnitSession]):
     """Takes a turn at the file, and a connection of the engine. Both are given back with no transaction open."""
 
     def __init__(self, engine: GivenEngine, connections: Connections) -> None:
-        super().__init__(engine, UnitSession, _as_it_is)
+        super().__init__(engine.check_out, UnitSession, _as_it_is)
         self._connections = connections
 
     async def __aenter__(self) -> UnitSession:
@@ -126,5 +126,5 @@ def _begin(connection: sqlite3.Connection) -> sqlite3.Connection:
     return connection
 
 
-async def _as_it_is(session: UnitSession, error: Exception) -> Exception | None:
+async def _as_it_is(session: UnitSession, error: BaseException) -> Exception | None:
     return None

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
 
-from outboxio.storage.sqlite.connection import fetch_value
+from outboxio.storage.sqlite.connection import fetch_legible, fetch_value, result_of
 from outboxio.storage.sqlite.connections import Connections
 from outboxio.storage.sqlite.values import as_value
 from outboxio.storage.statement import Port, Query, Runner, Statement, as_document, is_document, numbered
@@ -29,19 +30,27 @@ _PLAIN = {str, int, float, type(None)}
 class SqlitePort(Port):
     """The port over the connections of a database."""
 
-    def __init__(self, connections: Connections) -> None:
+    def __init__(self, connections: Connections, *, is_of_loops: bool = False) -> None:
+        """``is_of_loops``: the queries are short, and wait for no query of an operator."""
         self._connections = connections
+        self._may_be_long = not is_of_loops
 
     async def fetch(self, query: Query[R], **values: Any) -> list[R]:
         sql = query.texts.get(SYNTAX) or query.rendered(SYNTAX)
-        found = await self._connections.inspect(sql, _arguments(values), legible=query.lenient)
+        run = fetch_legible if query.lenient else fetch_value
+        work = partial(run, sql=sql, parameters=_arguments(values))
+        found = await self._connections.read(work, may_be_long=self._may_be_long)
         return query.rows(_rows(found)) if found != _NONE else []
 
     async def fetch_each(self, query: Query[R], each: Sequence[Mapping[str, Any]], **values: Any) -> list[R]:
         if not each:
             return []
-        sql = query.rendered(SYNTAX)
-        found = await self._connections.inspect_each([(sql, _arguments({**values, **one})) for one in each])
+        sql, arguments = query.rendered(SYNTAX), [_arguments({**values, **one}) for one in each]
+
+        def work(connection: sqlite3.Connection) -> list[Any]:
+            return [fetch_value(connection, sql, one) for one in arguments]
+
+        found = await self._connections.read(work, may_be_long=self._may_be_long)
         return query.rows([row for rows in found for row in _rows(rows)])
 
     async def execute(self, statement: Statement, **values: Any) -> int:
@@ -51,7 +60,7 @@ class SqlitePort(Port):
         return await self._connections.write(sql, _arguments(values))
 
     async def transaction(self, work: Callable[[Runner], Coroutine[Any, Any, T]]) -> T:
-        return await self._connections.transact(lambda connection: _result_of(work(_Transaction(connection))))
+        return await self._connections.transact(lambda connection: result_of(work(_Transaction(connection))))
 
     def prepared(self, statement: Statement, values: Mapping[str, Any]) -> tuple[str, list[Any]]:
         sql, names = numbered(statement.rendered(SYNTAX))
@@ -78,14 +87,3 @@ class _Transaction:
 
     async def execute(self, statement: Statement, **values: Any) -> int:
         return self._connection.execute(statement.rendered(SYNTAX), _arguments(values)).rowcount
-
-
-def _result_of(work: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine that waits for nothing, because its statements block."""
-    try:
-        work.send(None)
-    except StopIteration as end:
-        return end.value  # type: ignore[no-any-return]  # of T
-    finally:
-        work.close()
-    raise RuntimeError("the work of a transaction awaits something other than its statements")

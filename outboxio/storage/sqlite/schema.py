@@ -5,27 +5,17 @@ from __future__ import annotations
 import os
 import sqlite3
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
 from outboxio.errors import RightsMissing, SchemaMissing
-from outboxio.storage.adoption import statements_of_adoption
 from outboxio.storage.catalog import SQLITE
-from outboxio.storage.ddl import statements_in
-from outboxio.storage.schema import (
-    Found,
-    Rights,
-    files_to_apply,
-    indexes_to_make,
-    is_occupied,
-    pending_files,
-    refuse_incomplete,
-    refuse_newer,
-    refuse_unadoptable,
-)
-from outboxio.storage.sqlite.connection import fetch_value
+from outboxio.storage.ddl import Part, statements_in
+from outboxio.storage.migration import Migration, Work
+from outboxio.storage.schema import Found, Rights, SqlFile, refuse_incomplete
+from outboxio.storage.sqlite.connection import fetch_value, result_of
 from outboxio.storage.sqlite.connections import Connections
 from outboxio.storage.sqlite.values import as_text
 from outboxio.support.clock import utc_now
@@ -69,32 +59,24 @@ KEYS = (
 )
 
 
-class SqliteSchema:
+class SqliteSchema(Migration):
+    _adopt_statements = (ADOPT, ADOPTED)
+
     def __init__(self, connections: Connections, shard: str, path: str | None) -> None:
+        super().__init__(shard)
         self._connections = connections
-        self._shard = shard
         self._path = path
 
-    async def migrate(self, *, contract: bool = False) -> list[str]:
-        # A single transaction with the write lock: processes that start together take turns.
-        return await self._connections.transact(partial(self._migrate, contract=contract))
-
-    async def adopt(self, *, dry_run: bool = False) -> list[str]:
-        return statements_of_adoption(self._shard, "sqlite", await self._connections.read(_found_in))
-
-    async def pending(self) -> list[str]:
-        return pending_files("sqlite", await self._connections.read(_found_in))
+    @property
+    def _dialect(self) -> str:
+        return "sqlite"
 
     async def check(self, needed: Rights | None = None) -> None:
-        """Raise a :class:`SchemaError` unless all parts exist. ``needed`` is ignored: SQLite has no rights of users."""
+        """``needed`` is ignored: SQLite has no rights of users."""
         if self._is_still_to_be_made():
             refuse_incomplete(self._shard, "sqlite", Found({}, ()))
-        found, keys = await self._connections.read(
-            lambda connection: (_found_in(connection), list(_missing_keys(connection)))
-        )
-        refuse_newer(self._shard, "sqlite", found)
-        refuse_incomplete(self._shard, "sqlite", found)
-        self._refuse_without_keys(keys)
+        await super().check()
+        self._refuse_without_keys(await self._connections.read(_missing_keys))
 
     async def orders_refused(self) -> str | None:
         if self._path is None or os.access(self._path, os.W_OK):
@@ -113,47 +95,50 @@ class SqliteSchema:
             files = [f"sql/sqlite/{file}" for _, file in keys]
             raise SchemaMissing(self._shard, [key for key, _ in keys], files, by_hand=[REBUILD], can_migrate=False)
 
-    def _migrate(self, connection: sqlite3.Connection, *, contract: bool) -> list[str]:
-        found = _found_in(connection)
-        if is_occupied("sqlite", found):
-            return self._adopt(connection, found)
-        files = files_to_apply(self._shard, "sqlite", found, contract=contract)
-        indexes = indexes_to_make(self._shard, "sqlite", found)
-        if not files:
-            self._refuse_without_keys(list(_missing_keys(connection)))
+    def _record_of(self, file: SqlFile) -> Sequence[Any]:
+        return file.version, file.name, as_text(utc_now())
+
+    async def _in_turn(self, work: Work) -> list[str]:
+        # A single transaction with the write lock: processes that start together take turns.
+        return await self._connections.transact(lambda connection: result_of(work(connection)))
+
+    async def _look_now(self, needed: Rights | None = None, *, probes: bool = False) -> Found:
+        return await self._connections.read(lambda connection: result_of(self._look(connection)))
+
+    async def _fetch(self, connection: sqlite3.Connection, sql: str) -> Sequence[Sequence[Any]]:
+        return connection.execute(sql).fetchall()
+
+    async def _run(self, connection: sqlite3.Connection, sql: str, *args: Any) -> None:
+        connection.execute(sql, args)
+
+    async def _apply(self, connection: sqlite3.Connection, files: Sequence[SqlFile], found: Found) -> None:
         for file in files:
             for statement in statements_in(file.text):
                 connection.execute(statement)
             connection.execute(APPLIED, (as_text(utc_now()), file.version))  # the file has SQLite's own clock
-        for index in indexes:
-            connection.execute(index.statements[0])
-        return [*(file.name for file in files), *(index.words for index in indexes)]
 
-    def _adopt(self, connection: sqlite3.Connection, found: Found) -> list[str]:
-        """Record complete tables of a foreign tool as applied; refuse incomplete tables."""
-        refuse_unadoptable(self._shard, "sqlite", found, besides=[key for key, _ in _missing_keys(connection)])
-        connection.execute(ADOPT)
-        files = files_to_apply(self._shard, "sqlite", found)
-        connection.executemany(ADOPTED, [(file.version, file.name, as_text(utc_now())) for file in files])
-        return []
+    async def _refuse_flaws(
+        self, connection: sqlite3.Connection, found: Found, files: Sequence[SqlFile], lost: Sequence[Part]
+    ) -> None:
+        if not files:
+            self._refuse_without_keys(_missing_keys(connection))
 
+    async def _flaws(self, connection: sqlite3.Connection) -> Sequence[str]:
+        return [key for key, _ in _missing_keys(connection)]
 
-def _found_in(connection: sqlite3.Connection) -> Found:
-    columns: dict[str, set[str]] = defaultdict(set)
-    for table, column in msgspec.json.decode(fetch_value(connection, COLUMNS, ()), type=list[tuple[str, str]]):
-        columns[table.removeprefix(PREFIX)].add(column)
-    indexes = msgspec.json.decode(fetch_value(connection, INDEXES, ()), type=list[str])
-    applied = fetch_value(connection, VERSIONS, ()) if "version" in columns["schema_versions"] else "[]"
-    indexes = [index.removeprefix(PREFIX) for index in indexes]
-    return Found(
-        {table: names for table, names in columns.items() if names},
-        indexes,
-        msgspec.json.decode(applied, type=set[int]),
-    )
+    async def _look(self, connection: sqlite3.Connection) -> Found:
+        columns: dict[str, set[str]] = defaultdict(set)
+        for table, column in msgspec.json.decode(fetch_value(connection, COLUMNS, ()), type=list[tuple[str, str]]):
+            columns[table.removeprefix(PREFIX)].add(column)
+        indexes = msgspec.json.decode(fetch_value(connection, INDEXES, ()), type=list[str])
+        applied = fetch_value(connection, VERSIONS, ()) if "version" in columns["schema_versions"] else "[]"
+        return Found(
+            {table: names for table, names in columns.items() if names},
+            [index.removeprefix(PREFIX) for index in indexes],
+            msgspec.json.decode(applied, type=set[int]),
+        )
 
 
-def _missing_keys(connection: sqlite3.Connection) -> Iterator[tuple[str, str]]:
+def _missing_keys(connection: sqlite3.Connection) -> list[tuple[str, str]]:
     """The keys that the statements of outboxio need and the database lacks, each with the SQL file of the key."""
-    for question, key, file in KEYS:
-        if not fetch_value(connection, question, ()):
-            yield key, file
+    return [(key, file) for question, key, file in KEYS if not fetch_value(connection, question, ())]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import sqlite3
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
@@ -14,7 +15,9 @@ from uuid import UUID
 
 import msgspec
 
+from outboxio.errors import TransactionError
 from outboxio.model.event import ActionRecord, EventRecord, ReceivedEvent
+from outboxio.storage.consuming import Consuming
 from outboxio.storage.protocols import ConsumeResult, NewNotification, SessionUnit
 from outboxio.storage.sqlite.connection import (
     Parameters,
@@ -26,24 +29,22 @@ from outboxio.storage.sqlite.connection import (
     roll_back,
 )
 from outboxio.storage.sqlite.connections import Connections
-from outboxio.storage.sqlite.inserts import (
+from outboxio.storage.sqlite.insertion import (
+    CONSUME,
+    CONSUMED,
     INSERT_EVENTS,
     INSERT_NOTIFICATIONS,
+    INSERT_RECEIVED,
     MARK_DELIVERED,
+    consumed_parameters,
+    consumed_rows,
     event_parameters,
     notification_parameters,
-)
-from outboxio.storage.sqlite.received import (
-    CONSUME_ALL,
-    CONSUMED_ALL,
-    INSERT_RECEIVED,
-    consumed_list,
-    consumed_rows,
-    received_list,
+    received_parameters,
 )
 from outboxio.storage.sqlite.thread import ThreadConnection, Turn
 from outboxio.storage.sqlite.values import as_json, as_parameters, as_text
-from outboxio.storage.statements import first_ending
+from outboxio.storage.transaction_endings import first_ending
 
 # SQLite has a single writer, so no row has to be locked. sqlite_autoindex_..._1 is SQLite's own index of the ids.
 CLAIM = """
@@ -56,21 +57,8 @@ UPDATE eventlog_event_notifications INDEXED BY sqlite_autoindex_eventlog_event_n
 SET state = :state, attempts = :attempts, updated_date = :now WHERE id IN (SELECT value FROM json_each(:ids))
 """
 
-CONSUME = """
-INSERT INTO eventlog_consumed_events (source, external_id, handler_name, event_id, payload_hash, consumed_date)
-VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (source, external_id, handler_name) DO NOTHING
-"""
-CONSUMED = """
-SELECT event_id, payload_hash, consumed_date FROM eventlog_consumed_events
-WHERE source = ? AND external_id = ? AND handler_name = ?
-"""
-SEEN = """
-SELECT source, external_id, handler_name, event_id, payload_hash, consumed_date FROM eventlog_consumed_events
-WHERE source = ? AND external_id = ? AND handler_name IN (SELECT value FROM json_each(?))
-"""
 
-
-class SqliteSession:
+class SqliteSession(Consuming):
     """One transaction on a connection in its thread (decision 7).
 
     BEGIN travels to the thread with the first statement, and the INSERT of the events with COMMIT. As soon as COMMIT is
@@ -161,29 +149,33 @@ class SqliteSession:
 
     async def insert_notifications(self, event_id: UUID, owed: Sequence[NewNotification], now: datetime) -> None:
         parameters = notification_parameters(event_id, owed, now)
-        await self._run(lambda connection: connection.execute(INSERT_NOTIFICATIONS, parameters))
-        await self._run(lambda connection: connection.execute(MARK_DELIVERED, parameters))
-
-    async def consume(self, consumed: ConsumeResult) -> ConsumeResult:
-        key, rest = consumed_parameters(consumed)
-        return consumed_row(key, await self._run(lambda connection: _consume(connection, key, rest)))
-
-    async def consumed(self, source: str, external_id: str, handler_names: Sequence[str]) -> list[ConsumeResult]:
-        key = (source, external_id, as_json(handler_names))
-        rows = await self._run(lambda connection: connection.execute(SEEN, key).fetchall())
-        return [consumed_row((source, external_id, row[2]), row[3:]) for row in rows]
-
-    async def consume_all(self, consumed: Sequence[ConsumeResult]) -> list[ConsumeResult]:
-        rows = consumed_list(consumed)
-        return consumed_rows(await self._run(lambda connection: _consume_all(connection, rows)))
+        await self._write(INSERT_NOTIFICATIONS, parameters)
+        await self._write(MARK_DELIVERED, parameters)
 
     async def insert_received(self, received: Sequence[ReceivedEvent]) -> None:
-        parameters = received_list(received)
-        await self._run(lambda connection: connection.execute(INSERT_RECEIVED, parameters))
+        await self._write(INSERT_RECEIVED, received_parameters(received))
 
     async def insert_events(self, action: ActionRecord, events: Sequence[EventRecord]) -> None:
-        parameters = event_parameters(action, events)
-        await self._run(lambda connection: connection.execute(INSERT_EVENTS, parameters))
+        await self._write(INSERT_EVENTS, event_parameters(action, events))
+
+    async def _consume(self, consumed: Sequence[ConsumeResult]) -> list[ConsumeResult]:
+        return consumed_rows(await self._read(CONSUMED, consumed_parameters(consumed), after=CONSUME))
+
+    async def _find_consumed(self, wanted: Sequence[ConsumeResult]) -> list[ConsumeResult]:
+        return consumed_rows(await self._read(CONSUMED, consumed_parameters(wanted)))
+
+    async def _write(self, sql: str, parameters: Parameters) -> None:
+        await self._run(lambda connection: connection.execute(sql, parameters))
+
+    async def _read(self, sql: str, parameters: Parameters, *, after: str = "") -> list[Any]:
+        """Run a query, and before it the statement ``after`` with the same parameters."""
+
+        def read(connection: sqlite3.Connection) -> list[Any]:
+            if after:
+                connection.execute(after, parameters)
+            return connection.execute(sql, parameters).fetchall()
+
+        return list(await self._run(read))
 
     def _run(self, work: Work[Any]) -> Awaitable[Any]:
         """Submit work to the thread; BEGIN comes with the first work."""
@@ -276,29 +268,8 @@ class Writer(Protocol):
     def run_blocking(self, work: Work[Any]) -> Any: ...
 
 
-def consumed_parameters(consumed: ConsumeResult) -> tuple[tuple[str, str, str], tuple[str, str, str]]:
-    """The key of an inbox message, and the rest of the row."""
-    key = (consumed.source, consumed.external_id, consumed.handler_name)
-    return key, (str(consumed.event_id), consumed.payload_hash, as_text(consumed.consumed_date))
-
-
-def consumed_row(key: tuple[str, str, str], rest: Sequence[str]) -> ConsumeResult:
-    return ConsumeResult(*key, UUID(rest[0]), rest[1], datetime.fromisoformat(rest[2]))
-
-
 def do_nothing() -> None:
     return None
-
-
-def _consume(connection: sqlite3.Connection, key: tuple[str, ...], rest: tuple[str, ...]) -> tuple[str, str, str]:
-    connection.execute(CONSUME, (*key, *rest))
-    found: tuple[str, str, str] = connection.execute(CONSUMED, key).fetchone()
-    return found
-
-
-def _consume_all(connection: sqlite3.Connection, rows: dict[str, Any]) -> list[Any]:
-    connection.execute(CONSUME_ALL, rows)
-    return connection.execute(CONSUMED_ALL, rows).fetchall()
 
 
 def _execute(connection: sqlite3.Connection, sql: str, parameters: Parameters) -> int:
@@ -337,3 +308,61 @@ def _retrieve_error(ended: asyncio.Future[None]) -> None:
     """Ignore the error of a ROLLBACK that no task awaits: begin() of the next transaction rolls back again."""
     if not ended.cancelled():
         ended.exception()
+
+
+# --- a connection of the application ---------------------------------------------------------------
+#
+# A ``sqlite3`` or ``aiosqlite`` connection that the application passes to ``record``.
+
+
+class _NoThread:
+    """Refuses to begin and to end the application's own transaction."""
+
+    async def submit(self, work: Work[Any]) -> Any:
+        raise TransactionError("the transaction on a caller's own connection is the caller's to use and to end")
+
+    run_blocking = submit
+
+
+class ApplicationSession(SqliteSession):
+    """The application's own connection with an open transaction, on which only rows of outboxio are written."""
+
+    def __init__(self, connection: Any) -> None:
+        super().__init__(_NoThread(), do_nothing, do_nothing)
+        self._connection = connection
+        self.is_open = True
+
+    async def _write(self, sql: str, parameters: Parameters) -> None:
+        cursor = await _awaited(self._connection.execute(sql, parameters))
+        await _awaited(cursor.close())
+
+    async def _read(self, sql: str, parameters: Parameters, *, after: str = "") -> list[Any]:
+        if after:
+            await self._write(after, parameters)
+        return await _rows(self._connection, sql, parameters)
+
+
+async def files_of(connection: Any) -> list[str]:
+    """The files of an application's connection, the main file before attached files; ``""`` for memory."""
+    rows = await _rows(connection, "PRAGMA database_list", ())
+    return [row[2] or "" for row in sorted(rows, key=lambda row: row[1] != "main")]
+
+
+def is_connection(connection: object) -> bool:
+    """True for a connection of sqlite3 or of aiosqlite, which need not be installed."""
+    return isinstance(connection, sqlite3.Connection) or any(
+        f"{cls.__module__}.{cls.__qualname__}" == "aiosqlite.core.Connection" for cls in type(connection).__mro__
+    )
+
+
+async def _rows(connection: Any, sql: str, parameters: Parameters) -> list[Any]:
+    cursor = await _awaited(connection.execute(sql, parameters))
+    cursor.row_factory = None  # the application may have set a row_factory
+    rows = await _awaited(cursor.fetchall())
+    await _awaited(cursor.close())
+    return list(rows)
+
+
+async def _awaited(value: Any) -> Any:
+    """The result of aiosqlite, which must be awaited, or of sqlite3."""
+    return await value if inspect.isawaitable(value) else value

@@ -22,17 +22,19 @@ from outboxio.storage.tables.walks import Bounds
 class Tables:
     """The tables of a shard, for the class of each database."""
 
-    def __init__(self, shard: str, bounds: Bounds, admin: Port, find: Port, settle: Port, jobs: Port) -> None:
+    def __init__(
+        self, shard: str, bounds: Bounds, admin: Port, find: Port, settle: Port, jobs: Port, *, partitions: bool = True
+    ) -> None:
         self.deferred = Deferred(admin)
         self.jobs = Jobs(admin, jobs)
         self.operations = Operations(admin, shard)
-        self.partitions: PartitionTables | None = PartitionTables(admin)
+        self.partitions = PartitionTables(admin) if partitions else None
         self.probes = Probes(admin)
         self.reports = Reports(admin)
         self.retention = Retention(admin)
         self.starts = Starts(find, settle, admin)
         self.subscriptions = Subscriptions(admin)
         self.stored_notifications = StoredNotifications(admin, shard)
-        self.search = NotificationSearch(admin, shard, bounds, self.probes, self.stored_notifications)
-        self.event_search = EventSearch(admin, self.search)
+        self.search = NotificationSearch(admin, bounds, self.probes, self.stored_notifications)
+        self.event_search = EventSearch(admin, self.search, self.stored_notifications)
         self.stored_events = StoredEvents(admin, self.subscriptions)

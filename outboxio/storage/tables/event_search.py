@@ -13,6 +13,7 @@ from outboxio.model.notification import DOCUMENTS, NotificationRecord
 from outboxio.model.operating.groups import Search
 from outboxio.storage.protocols.operating import ActionPlace, EventSummary, Found, FoundAction
 from outboxio.storage.statement import Port, Query
+from outboxio.storage.tables.notifications import StoredNotifications
 from outboxio.storage.tables.reads import matching_events
 from outboxio.storage.tables.search import NotificationSearch
 from outboxio.storage.tables.walker import EVENTS_AT_ONCE, MOST_EVENTS
@@ -98,16 +99,17 @@ class EventSearch:
     each document may have many megabytes.
     """
 
-    def __init__(self, port: Port, search: NotificationSearch) -> None:
+    def __init__(self, port: Port, search: NotificationSearch, notifications: StoredNotifications) -> None:
         self._port = port
         self._search = search
+        self._notifications = notifications
 
     async def notifications_of(self, namespace: str, events: Sequence[UUID], limit: int) -> list[NotificationRecord]:
         """Up to ``limit`` notifications of the events, by event id and handler name; always without documents."""
         if not events:
             return []
         ids = await self._port.fetch(NOTIFICATION_IDS, namespace=namespace, ids=list(events), limit=limit)
-        rows = await self._search.records(namespace, list(map(str, ids)), documents=False) if ids else []
+        rows = await self._notifications.records(namespace, ids, documents=False)
         return sorted(rows, key=lambda row: (row.event_id, row.handler_name))
 
     async def states_of(self, namespace: str, events: Sequence[UUID]) -> dict[UUID, dict[str, int]]:

@@ -8,7 +8,7 @@ from typing import Any
 from uuid import UUID
 
 from outboxio.model.lock_name import MOST_PARTITIONS, Slot
-from outboxio.model.notification import BEGINNING, NotificationRecord, record_of
+from outboxio.model.notification import BEGINNING, DOCUMENTS, NotificationRecord, record_of
 from outboxio.storage.statement import Jumps, Port, Query, Statement, Text
 
 # --- rows that are not finished --------------------------------------------------------------------
@@ -53,12 +53,6 @@ COUNT_STATES = Query(
     tuple[str, int],
 )
 
-# SQLite and PostgreSQL use a partial index for a query that repeats its condition.
-_IN_LINE = """
-n.state IN ('PENDING', 'FAILED', 'BLOCKED', 'DYING') AND (n.ordering_key IS NOT NULL OR n.state = 'BLOCKED')
-""".strip()
-_BLOCKED = Text(f"{_IN_LINE} AND n.state = 'BLOCKED'", mysql="n.line_part = 2")
-
 # Jumps along the index of due rows, and along the index of the key queues, which has the BLOCKED rows. The second index
 # also has rows of the first index: a condition that excludes those rows would have to read each of them.
 UNFINISHED_NAMES = Jumps(f"""
@@ -70,7 +64,7 @@ SELECT min(f.name) FROM (
   SELECT (SELECT n.handler_name FROM {_LINE}
     WHERE n.namespace = :namespace AND {{in_line}} AND n.handler_name > :start
     ORDER BY n.handler_name LIMIT 1)) f
-""").having(in_line=Text(_IN_LINE, mysql="n.line_part = 2"))
+""")
 
 COUNT_UNFINISHED = Query(
     f"""
@@ -79,7 +73,7 @@ SELECT (SELECT count(*) FROM {_DUE} WHERE n.namespace = :namespace AND {{unfinis
 """,
     int,
     each="name text",
-).having(blocked=_BLOCKED)
+)
 
 # Found without a lock, because the statement may read the whole backlog of a name. The rows are read in the order of
 # their index: for a different order PostgreSQL would walk the primary key, and so the table.
@@ -98,7 +92,7 @@ LIMIT :limit
 """,
     tuple[Any],
     each="name text",
-).having(blocked=_BLOCKED, order=_ORDER)
+).having(order=_ORDER)
 _EXPIRED = "{ids n.id :ids} AND n.state IN ('PENDING', 'FAILED', 'BLOCKED') AND n.retention_from < :before"
 _EXPIRE = f"UPDATE {_BY_ID} SET state = 'EXPIRED', updated_date = :now WHERE"
 EXPIRE = Statement(
@@ -129,13 +123,23 @@ WHERE n.namespace = :namespace AND {{ids n.event_id :ids}}
 """,
     tuple[Any],
 )
-_DOCUMENTS = ("action_params", "payload", "headers", "errors")
-_COLUMNS = [field for field in NotificationRecord.__struct_fields__ if field != "shard"]
-_READ = ", ".join(f"{{text n.{column}}}" if column in _DOCUMENTS else f"n.{column}" for column in _COLUMNS)
-RECORDS = Query(
-    f"SELECT {_READ}, {{text :shard}} FROM {_BY_ID} WHERE {{ids n.id :ids}}",
-    NotificationRecord,
-    make=lambda row: record_of(row, row["shard"]),
+_FIELDS = [field for field in NotificationRecord.__struct_fields__ if field != "shard"]
+_COLUMNS = [f"{{text n.{field}}}" if field in {*DOCUMENTS, "errors"} else f"n.{field}" for field in _FIELDS]
+
+
+def _records(columns: Sequence[str]) -> Query[NotificationRecord]:
+    of_ids = "n.namespace = :namespace AND {ids n.id :ids}"
+    return Query(
+        f"SELECT {', '.join(columns)}, {{text :shard}} FROM {_BY_ID} WHERE {of_ids}",
+        NotificationRecord,
+        make=lambda row: record_of(row, row["shard"]),
+        lenient=True,
+    )
+
+
+RECORDS = _records(_COLUMNS)
+WITHOUT_DOCUMENTS = _records(
+    ["NULL" if field in DOCUMENTS else column for field, column in zip(_FIELDS, _COLUMNS, strict=True)]
 )
 
 # A row that is not BLOCKED or finished keeps its partition: the process that owns the partition may be running the row.
@@ -248,12 +252,17 @@ class StoredNotifications:
     ) -> list[NotificationRecord]:
         """The oldest notifications with these values, up to ``limit``."""
         wanted = {"state": state, "handler_name": handler_name, "event_type": event_type, "limit": limit}
-        return await self._records(await self._port.fetch(SELECT, namespace=namespace, **wanted))
+        return await self._sorted(namespace, await self._port.fetch(SELECT, namespace=namespace, **wanted))
 
     async def select_by_id(self, namespace: str, ids: Sequence[UUID]) -> list[NotificationRecord]:
         """The notifications with these ids, and the notifications of the events with these ids."""
         found = await self._port.fetch(SELECT_BY_ID, namespace=namespace, ids=list(ids)) if ids else []
-        return await self._records(found)
+        return await self._sorted(namespace, found)
+
+    async def records(self, namespace: str, ids: Sequence[Any], *, documents: bool = True) -> list[NotificationRecord]:
+        """The notifications with these ids, in any order. ``documents``: see :class:`EventSearch`."""
+        query = RECORDS if documents else WITHOUT_DOCUMENTS
+        return await self._port.fetch(query, namespace=namespace, ids=list(ids), shard=self._shard) if ids else []
 
     async def retry(self, namespace: str, ids: Sequence[UUID], now: datetime) -> int:
         """Make rows due, BLOCKED and finished rows in the partition that the row belongs to now; the number of rows.
@@ -304,7 +313,6 @@ class StoredNotifications:
         pieces = [ids[start : start + PIECE] for start in range(0, len(ids), PIECE)]
         return sum([await self._port.execute(statement, ids=piece, **values) for piece in pieces])
 
-    async def _records(self, found: Sequence[tuple[Any]]) -> list[NotificationRecord]:
-        ids = [id for (id,) in found]
-        records = await self._port.fetch(RECORDS, ids=ids, shard=self._shard) if ids else []
+    async def _sorted(self, namespace: str, found: Sequence[tuple[Any]]) -> list[NotificationRecord]:
+        records = await self.records(namespace, [id for (id,) in found])
         return sorted(records, key=lambda record: (record.created_date, record.sequence, record.handler_name))

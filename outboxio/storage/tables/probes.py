@@ -75,18 +75,14 @@ SELECT :name, {_counted(f"n.partition_number >= p.number AND {_PLACE} <= (p.numb
 # --- BLOCKED rows ----------------------------------------------------------------------------------
 
 _LINE = "{table event_notifications event_notifications_line n}"
-# SQLite uses a partial index for a query that repeats each condition of the index word for word.
-_IN_LINE = (
-    "(n.ordering_key IS NOT NULL OR n.state = 'BLOCKED') AND n.state IN ('PENDING', 'FAILED', 'BLOCKED', 'DYING')"
-)
 _IN_ORDER = "ORDER BY n.ordering_key, n.sequence"
-_BLOCKED = f"FROM {_LINE} WHERE n.namespace = :namespace AND n.line_part = 2"  # MySQL has BLOCKED rows by themselves
+_BLOCKED = f"FROM {_LINE} WHERE n.namespace = :namespace AND {{blocked}}"
 _NAMES = "{rows :names w name text}"
 
 WITH_LINE = Query(
     f"""
 SELECT w.name FROM {_NAMES} WHERE (
-  SELECT 1 FROM {_LINE} WHERE n.namespace = :namespace AND n.handler_name = w.name AND {_IN_LINE}
+  SELECT 1 FROM {_LINE} WHERE n.namespace = :namespace AND n.handler_name = w.name AND {{in_line}}
   {_IN_ORDER} LIMIT 1) = 1
 """,
     str,
@@ -95,7 +91,7 @@ SELECT w.name FROM {_NAMES} WHERE (
 COUNT_BLOCKED = Query(
     f"""
 SELECT :name, count(*) FILTER (WHERE n.state = 'BLOCKED'), count(*) FROM (
-  SELECT n.state FROM {_LINE} WHERE n.namespace = :namespace AND n.handler_name = :name AND {_IN_LINE}
+  SELECT n.state FROM {_LINE} WHERE n.namespace = :namespace AND n.handler_name = :name AND {{in_line}}
   {_IN_ORDER} LIMIT :most) n
 """,
     tuple[str, int, int],
@@ -160,17 +156,17 @@ _IN_PARKED = "n.ordering_key IS NOT NULL AND n.state IN ('DEAD', 'EXPIRED')"
 
 def _next_waiting(behind: str) -> str:
     return f"""(SELECT CAST(n.ordering_key AS TEXT) FROM {_LINE}
-      WHERE n.namespace = :namespace AND n.handler_name = jump.blocked_name AND {_IN_LINE} AND n.ordering_key {behind}
+      WHERE n.namespace = :namespace AND n.handler_name = jump.blocked_name AND {{in_line}} AND n.ordering_key {behind}
       {_IN_ORDER} LIMIT 1)"""
 
 
 _WAITING = f"""FROM {_LINE}
-    WHERE n.namespace = :namespace AND n.handler_name = j.blocked_name AND {_IN_LINE} AND n.ordering_key = j.waiting
+    WHERE n.namespace = :namespace AND n.handler_name = j.blocked_name AND {{in_line}} AND n.ordering_key = j.waiting
     ORDER BY n.sequence"""
 
 # Keys that are in the index of the key queues and in the index of parking rows: each jump goes to the next key in one
 # index, and then to the next key, not before the first, in the other index. So a few keys in either index take a few
-# jumps, however many the other index has. A jump takes two rows of the recursion. MySQL: mysql/probes.py.
+# jumps, however many the other index has. A jump takes two rows of the recursion. MySQL: mysql/ordering.py.
 PARKED = Query(
     f"""
 WITH RECURSIVE jump(blocked_name, dead_name, number, waiting, parking) AS (

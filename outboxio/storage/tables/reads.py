@@ -193,12 +193,6 @@ _MARIADB_DEAD = " UNION ALL ".join(
 _DUE = f"{_TABLE}partition n}} WHERE {_OF_NAME} AND {{unfinished}}"
 _DUE_ON_SQLITE = _DUE.replace("_partition", "_due")  # there are no partitions
 _LINE = f"{_TABLE}line n}} WHERE {_OF_NAME}"
-# SQLite uses a partial index for a query that repeats each condition of the index word for word. MySQL has the BLOCKED
-# rows by themselves.
-_IN_LINE = (
-    "(n.ordering_key IS NOT NULL OR n.state = 'BLOCKED') AND n.state IN ('PENDING', 'FAILED', 'BLOCKED', 'DYING')"
-)
-_MYSQL_LINE = f"{_LINE} AND n.line_part = 2"
 
 READS = {
     (DEAD, 0): _walk(
@@ -224,19 +218,13 @@ READS = {
         ),
     ),
     (BLOCKED, KEYED): _walk(
-        Text(
-            f"{_LINE} AND {_IN_LINE} AND n.ordering_key IS NOT NULL",
-            mysql=f"{_MYSQL_LINE} AND n.ordering_key IS NOT NULL",
-        ),
+        f"{_LINE} AND {{in_line}} AND n.ordering_key IS NOT NULL",
         one="n.ordering_key", two="n.sequence", types=("text", "bigint"), order="n.ordering_key, n.sequence",
         by="n.one, n.two",
         behind=Text("({one}, {two}) > (:one, :two)", mysql="({one} = :one AND {two} > :two OR {one} > :one)"),
     ),
     (BLOCKED, KEYLESS): _walk(
-        Text(
-            f"{_LINE} AND {_IN_LINE} AND n.state = 'BLOCKED' AND n.ordering_key IS NULL",
-            mysql=f"{_MYSQL_LINE} AND n.ordering_key IS NULL",
-        ),
+        f"{_LINE} AND {{blocked}} AND n.ordering_key IS NULL",
         one="''", two="n.sequence", types=("text", "bigint"),
         order=Text("n.ordering_key, n.sequence", mysql="n.sequence"), by="n.one, n.two", behind="{two} > :two",
     ),
@@ -277,7 +265,7 @@ COUNTS = {
         _DEAD, mariadb=f"{{rows :ended s state text}} {{join}} {_TABLE}dead n}} WHERE {_OF_NAME} AND n.state = s.state"
     ),
     WAITING: _count(_DUE, sqlite=_DUE_ON_SQLITE),
-    BLOCKED: _count(f"{_LINE} AND {_IN_LINE}", mysql=_MYSQL_LINE),
+    BLOCKED: _count(f"{_LINE} AND {{in_line}}"),
 }
 
 # All notifications of some events, in any order.

@@ -41,17 +41,18 @@ NAMES = Query(
     "SELECT handler_name, {text aliases} FROM eventlog.subscriptions WHERE namespace = :namespace",
     tuple[str, tuple[str, ...]],
 )
-_IS_BLOCKED = "n.state IN ('PENDING', 'FAILED', 'BLOCKED', 'DYING') AND n.state = 'BLOCKED'"
-_PARKING = f"""
-SELECT x.id FROM {{table event_notifications primary x}} WHERE {{ids x.id :ids}} AND (
-  SELECT 1 FROM {{rows :names r name text, other text}} WHERE r.name IN ('', x.handler_name) AND (
-    SELECT 1 FROM {{table event_notifications event_notifications_line n}}
+PARKING = Query(
+    """
+SELECT x.id FROM {table event_notifications primary x} WHERE {ids x.id :ids} AND (
+  SELECT 1 FROM {rows :names r name text, other text} WHERE r.name IN ('', x.handler_name) AND (
+    SELECT 1 FROM {table event_notifications event_notifications_line n}
     WHERE n.namespace = :namespace AND n.handler_name = CASE r.name WHEN '' THEN x.handler_name ELSE r.other END
-      AND n.ordering_key = x.ordering_key AND {_IS_BLOCKED}
+      AND n.ordering_key = x.ordering_key AND {blocked}
     LIMIT 1) = 1
   LIMIT 1) = 1
-"""
-PARKING = Query(_PARKING, UUID, mysql=_PARKING.replace(_IS_BLOCKED, "n.line_part = 2"))
+""",
+    UUID,
+)
 
 _NOTIFICATIONS = f"FROM {{table event_notifications primary}} WHERE {{ids id :ids}} AND {_IS_OLD}"
 REMOVE_NOTIFICATIONS = Statement(

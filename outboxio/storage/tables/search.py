@@ -10,7 +10,7 @@ from uuid import UUID
 import msgspec
 from msgspec import Struct
 
-from outboxio.model.notification import DOCUMENTS, NotificationRecord, record_of
+from outboxio.model.notification import NotificationRecord
 from outboxio.model.operating.groups import Place, Search
 from outboxio.storage.protocols.operating import BulkOrder, Counted, Found, LastError, Piece
 from outboxio.storage.statement import Port, Query, Runner, Statement
@@ -31,23 +31,6 @@ from outboxio.storage.tables.walks import (
 
 _BY_ID = "{table event_notifications primary n}"
 _OF_IDS = "n.namespace = :namespace AND {ids n.id :ids}"
-_FIELDS = [field for field in NotificationRecord.__struct_fields__ if field != "shard"]
-_DOCUMENTS = {*DOCUMENTS, "errors"}
-_RECORD = [f"{{text n.{field}}}" if field in _DOCUMENTS else f"n.{field}" for field in _FIELDS]
-_RECORD_WITHOUT = ["NULL" if field in DOCUMENTS else column for field, column in zip(_FIELDS, _RECORD, strict=True)]
-
-
-def _records(columns: Sequence[str]) -> Query[NotificationRecord]:
-    return Query(
-        f"SELECT {', '.join(columns)}, {{text :shard}} FROM {_BY_ID} WHERE {_OF_IDS}",
-        NotificationRecord,
-        make=lambda row: record_of(row, row["shard"]),
-        lenient=True,
-    )
-
-
-RECORDS = _records(_RECORD)
-WITHOUT_DOCUMENTS = _records(_RECORD_WITHOUT)
 ERRORS = Query(
     f"SELECT n.id, n.event_id, n.handler_name, n.updated_date, {{text {{stored_error}}}} FROM {_BY_ID} WHERE {_OF_IDS}",
     tuple[UUID, UUID, str, datetime, tuple[Any, ...] | None],
@@ -126,11 +109,8 @@ class NotificationSearch(WalkReads):
     rows. ``None``: after as many rows as a database reads within 50 ms.
     """
 
-    def __init__(
-        self, port: Port, shard: str, bounds: Bounds, probes: Probes, notifications: StoredNotifications
-    ) -> None:
+    def __init__(self, port: Port, bounds: Bounds, probes: Probes, notifications: StoredNotifications) -> None:
         super().__init__(port, bounds, probes, notifications)
-        self._shard = shard
         self._walker = Walker(self)
 
     async def find(
@@ -148,7 +128,7 @@ class NotificationSearch(WalkReads):
         ``documents``: see ``EventSearch``.
         """
         found = await self._walker.find(namespace, search, limit, after, most)
-        rows = await self.records(namespace, found.rows, documents=documents) if found.rows else []
+        rows = await self._notifications.records(namespace, found.rows, documents=documents) if found.rows else []
         records = {str(row.id): row for row in rows}
         return Found([records[id] for id in found.rows if id in records], found.next)
 
@@ -159,7 +139,7 @@ class NotificationSearch(WalkReads):
         """
         walks = walks_of(search)
         walks = walks if walks != (EVENTS,) else (EVENTS, *walks_of_states(search))
-        rows = await self.records(namespace, [str(id)])
+        rows = await self._notifications.records(namespace, [str(id)])
         return place_of_row(walks, rows[0]) if rows else None
 
     async def count(self, namespace: str, search: Search, most: int, *, reads: int | None = None) -> Counted:
@@ -202,11 +182,6 @@ class NotificationSearch(WalkReads):
         return Piece(matched, done, matched - done, found.next)
 
     # --- inside ------------------------------------------------------------------------------------
-
-    async def records(self, namespace: str, ids: Sequence[str], *, documents: bool = True) -> list[NotificationRecord]:
-        """The notifications with these ids, in any order. ``documents``: see :class:`EventSearch`."""
-        query = RECORDS if documents else WITHOUT_DOCUMENTS
-        return await self._port.fetch(query, namespace=namespace, ids=list(ids), shard=self._shard)
 
     async def errors(self, namespace: str, ids: Sequence[str]) -> list[LastError]:
         """The last errors of these notifications, in any order; a row without a last error is left out."""
