@@ -22,7 +22,7 @@ CHANGES = {
     "interpreter 'locale'": "locale.setlocale(locale.LC_NUMERIC, 'C.UTF-8')",
     "interpreter 'warning filters'": "warnings.simplefilter('ignore')",
     "interpreter 'import path'": "sys.path.append('/nowhere')",
-    "telemetry of the process": "telemetry.choice.use_in_process(telemetry.Telemetry())",
+    "telemetry of the process": "telemetry.protocol.use_in_process(telemetry.Telemetry())",
 }
 
 

@@ -115,6 +115,15 @@ FROM JSON_TABLE(%(rows)s, '$[*]' COLUMNS (
   payload_hash {text} PATH '$[4]', consumed_date DATETIME(6) PATH '$[5]')) k
 ON DUPLICATE KEY UPDATE source = eventlog.consumed_events.source
 """)
+CONSUME_ONE = """
+INSERT INTO eventlog.consumed_events (source, external_id, handler_name, event_id, payload_hash, consumed_date)
+VALUES (%s, %s, %s, %s, %s, %s) ON DUPLICATE KEY UPDATE source = eventlog.consumed_events.source
+"""
+# The locking read sees the row of another transaction in spite of an older snapshot.
+CONSUMED_ONE = """
+SELECT source, external_id, handler_name, event_id, payload_hash, consumed_date FROM eventlog.consumed_events
+WHERE source = %s AND external_id = %s AND handler_name = %s FOR UPDATE
+"""
 _CONSUMED = f"""
 SELECT c.source, c.external_id, c.handler_name, c.event_id, c.payload_hash, c.consumed_date
 FROM JSON_TABLE(%(rows)s, '$[*]' COLUMNS (

@@ -112,6 +112,10 @@ SELECT e.* FROM ROWS FROM (
 ) AS e({_CONSUMED})
 ON CONFLICT (source, external_id, handler_name) DO NOTHING
 """
+CONSUME_ONE = f"""
+INSERT INTO eventlog.consumed_events ({_CONSUMED})
+VALUES ($1, $2, $3, $4, $5, $6) ON CONFLICT (source, external_id, handler_name) DO NOTHING
+"""
 # The index of the primary key has a range for each combination of the values: a superset of the wanted keys.
 CONSUMED = f"""
 SELECT {_CONSUMED} FROM eventlog.consumed_events
@@ -121,7 +125,7 @@ WHERE source OPERATOR(pg_catalog.=) ANY ($1::pg_catalog.text[])
 """
 
 _of_received = attrgetter(*(column for column in OF_EVENT if column != "headers"))
-_of_consumed = attrgetter(*ConsumeResult.__struct_fields__)
+of_consumed = attrgetter(*ConsumeResult.__struct_fields__)
 assert list(OF_EVENT)[-1] == "headers"
 
 # Each message is an action of its own, so the columns of the action are arrays as well.
@@ -149,7 +153,7 @@ FROM ROWS FROM ({_RECEIVED_ARRAYS}) AS e({", ".join(_CASTS)})
 
 def consumed_columns(consumed: Sequence[ConsumeResult]) -> list[list[str | None]]:
     """The arguments of ``CONSUME``."""
-    return [as_texts(column) for column in zip(*map(_of_consumed, consumed), strict=True)]
+    return [as_texts(column) for column in zip(*map(of_consumed, consumed), strict=True)]
 
 
 def received_columns(received: Sequence[ReceivedEvent]) -> list[list[str | None]]:
