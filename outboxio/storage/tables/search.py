@@ -128,7 +128,7 @@ class NotificationSearch(WalkReads):
         ``documents``: see ``EventSearch``.
         """
         found = await self._walker.find(namespace, search, limit, after, most)
-        rows = await self._notifications.records(namespace, found.rows, documents=documents) if found.rows else []
+        rows = await self._notifications.records(namespace, found.rows, documents=documents)
         records = {str(row.id): row for row in rows}
         return Found([records[id] for id in found.rows if id in records], found.next)
 
