@@ -1,5 +1,14 @@
 """Telemetry: what an outbox tells a tracer or an error tracker, and the headers that carry a trace."""
 
-from outboxio.telemetry.protocol import Call, Execution, HandlingTelemetry, Round, RoundKind, Sending, Telemetry
+from outboxio.telemetry.protocol import (
+    Call,
+    CalledHandler,
+    Execution,
+    HandlingTelemetry,
+    Round,
+    RoundKind,
+    Sending,
+    Telemetry,
+)
 
-__all__ = ["Call", "Execution", "HandlingTelemetry", "Round", "RoundKind", "Sending", "Telemetry"]
+__all__ = ["Call", "CalledHandler", "Execution", "HandlingTelemetry", "Round", "RoundKind", "Sending", "Telemetry"]
