@@ -8,8 +8,8 @@ The scheduler never waits; workers take runs and hook runs from it. A run starts
 So a handler can start a run at once, however many runs of slow handlers there are. Handlers take turns; handlers of a
 lower priority number come before handlers of a higher priority number.
 
-Whoever makes rows ready calls :meth:`Scheduler.call`, which wakes idle workers. There is always an idle worker, or all
-workers are busy (``workers.py``).
+Code that makes rows ready calls :meth:`Scheduler.call`, which wakes idle workers. One worker is always idle, or about
+to begin (``workers.py``).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Scheduler:
         self.hooks_came = False
         """True if hook runs may start that could not start when hooks were called last."""
         self.idle: list[asyncio.Future[bool]] = []
-        """One future for each worker that waits; True wakes the worker, False ends it."""
+        """One future for each worker that waits; True wakes the worker, False ends the worker."""
         self.called = 0
         """Workers that were woken and have not begun yet."""
         self._state = shared.state

@@ -94,7 +94,7 @@ class WorkerPool:
     # --- a worker ------------------------------------------------------------------------------
 
     async def _work(self) -> None:
-        """Take runs until the worker is sent home, or until a run must be the worker's last."""
+        """Take runs until the worker is stopped, or until a run must be the worker's last."""
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
         scheduler = self._scheduler

@@ -4,14 +4,12 @@ The work is a single statement inside the database (``FanoutStore.fan_out``, dec
 Python only if the row is handed to the dispatcher of the same process (decision 16). This module decides how many
 events of each key a round takes, and where the round starts to read.
 
-Keeps the subscriptions of this instance's handlers in the database, and seen.
+:class:`Announcer` keeps the subscriptions of this process's handlers in the database, and marks them as seen.
 
-Where a round of fan-out starts to read, for each key.
-
-A delivered event stays in the index of undelivered events until the database has cleaned up: for a minute, or for as
-long as any transaction is open that may want to see the event. At 20,000 events per second a round that starts at the
-beginning of the index walks past a million delivered events. So most rounds start further on
-(``support/scan_position.py``, decision 2).
+:class:`FanoutScan` says where a round starts to read, for each key. A delivered event stays in the index of
+undelivered events until the database has cleaned up: for a minute, or for as long as any transaction is open that may
+want to see the event. At 20,000 events per second a round that starts at the beginning of the index walks past a
+million delivered events. So most rounds start further on (``support/scan_position.py``, decision 2).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The scheduled times of a job: those of a cron expression in a time zone, or the multiples of a period. Pure.
+"""The scheduled times of a job: those of a cron expression in a time zone, or the multiples of a period.
 
-The part of an outbox that registers jobs.
+And the part of an outbox that registers jobs.
 """
 
 from __future__ import annotations

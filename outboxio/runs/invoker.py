@@ -7,7 +7,8 @@
 
 A batch handler is called by ``batch_call.py``.
 
-The invoker of an outbox with telemetry: telemetry may surround each call. Chosen when a shard begins to run.
+:class:`TracedInvoker` is chosen for an outbox with telemetry when a shard begins to run: telemetry may surround each
+call.
 """
 
 from __future__ import annotations

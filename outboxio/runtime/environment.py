@@ -1,6 +1,7 @@
 """The parts of an outbox that all shards share, and the roles of a process.
 
-A session over a connection that the application has open, for ``Outbox.record`` and the inbox.
+:class:`OwnConnections` makes a session over a connection that the application has open, for ``Outbox.record`` and the
+inbox.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The parts of a shard run that tell numbers: to metrics, and to operators by rows of the database.
-
-A shard run as metrics and operators see the shard run.
-"""
+"""What a shard run reports: figures for metrics, rows of the database for operators, and its state while it runs."""
 
 from __future__ import annotations
 

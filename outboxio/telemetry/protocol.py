@@ -2,8 +2,8 @@
 
 Every class here is complete, and does nothing: an outbox without telemetry uses :data:`NO_TELEMETRY`, and telemetry
 overrides some of the methods. Values are given as they are: no text is made and no JSON is decoded for telemetry that
-does not ask. Telemetry stands below the outbox and its handlers, so it sees of a handler
-what :class:`CalledHandler` names.
+does not ask. Telemetry is imported by the outbox and its handlers, so :class:`CalledHandler` names what it reads
+of a handler.
 
 Which telemetry an outbox has: the given one, and the one of the whole process.
 

@@ -175,7 +175,7 @@ def checked_seeds(seeds: Iterable[int]) -> list[int]:
     """Raises TypeError or ValueError."""
     found = list(seeds)
     # The caller may have no type checker.
-    if wrong := [seed for seed in found if type(seed) is not int]:  # pyright: ignore[reportUnnecessaryComparison]
+    if wrong := [seed for seed in found if type(seed) is not int]:  # pyright: ignore[reportUnnecessaryComparison]  # callers may not be typed
         raise TypeError(f"seeds must be integers, not {wrong[0]!r}")
     if not found:
         raise ValueError("seeds is empty: the scenario would never run; pass seeds=range(200)")
