@@ -146,6 +146,8 @@ class Finder:
             cursor.queue.ahead.may_have_more = cursor.queue.ahead.was_full = False
         for cursor, _ in asked:
             cursor.reads_on(has_backlog=cursor.slot in full, due_by=due_by)
+            if cursor.has_backlog:
+                self.rehoming.has_backlog(cursor.slot)
             ahead = cursor.queue.ahead
             ahead.was_full |= cursor.has_backlog
             ahead.may_have_more |= cursor.has_backlog
@@ -261,7 +263,7 @@ class Handoffs:
             return None
         if not self._notifications.can_settle:
             return None
-        names = self._open_names(cursor.slot.handler_name for cursor in self._cursors if not cursor.slot.partition)
+        names = self._open_names(self._cursors.by_name)
         if not names:
             return None
         queues = {id(queue): queue for queue in names.values()}.values()
@@ -276,7 +278,7 @@ class Handoffs:
         """Make rows ready that are handed over; how many. 0 if runs may not start any more."""
         if not self._state.may_start(asyncio.get_running_loop().time()) or self._guard.is_active:
             return 0
-        open_names = self._open_names(handoff.names)
+        open_names = self._open_names({row.handler_name for row in rows}.intersection(handoff.names))
         readable = [row for row in rows if row.handler_name in open_names and row.flaw is None]  # the rest are found
         taken, _ = self._intake.take_in(readable, handoff.settled)
         for queue in open_names.values():
@@ -289,14 +291,14 @@ class Handoffs:
 
         A fresh row may belong to any partition, and a row that is handed over need not be read.
         """
-        cursors, found = self._cursors.by_slot, dict[str, HandlerQueue]()
+        by_name, found = self._cursors.by_name, dict[str, HandlerQueue]()
         for name in names:
-            first = cursors.get((name, 0))
-            if first is None or not first.may_be_handed or self._finder.rehoming.owes(name):
+            cursors = by_name.get(name)
+            if not cursors or len(cursors) != self._partitions.active(name) or self._finder.rehoming.owes(name):
                 continue
-            rest = [cursors.get((name, partition)) for partition in range(1, self._partitions.active(name))]
-            if all(cursor is not None and cursor.may_be_handed for cursor in rest):
-                found[name] = first.queue
+            queue = cursors[0].queue
+            if queue.may_be_handed and all([cursor.is_read_through for cursor in cursors]):
+                found[name] = queue
         return found
 
     def _close(self, handoff: Handoff) -> None:

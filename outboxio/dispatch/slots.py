@@ -10,7 +10,8 @@ Re-homing: after the number of partitions of a name was changed, due rows move t
 
 New rows are spread by the new number at once. A backlog from before the change would stay the work of a single process,
 so the holder of each slot moves the rows of its slot that belong elsewhere, 1,000 rows with each statement, until the
-end of the slot is reached. Only the holder of the slot moves rows, between two find rounds, and never a row in flight.
+end of the slot is reached. A slot is looked at after its lock was taken or the number was changed, as soon as a read of
+the slot has left due rows: without a backlog there is nothing to divide. Only the holder of the slot moves rows, between two find rounds, and never a row in flight.
 So no row is found and moved at the same time. The statement moves rows only under the term of the slot's lock: a
 process that froze moves no row that the new holder runs. Order does not depend on re-homing: the head of an ordering
 key is asked for over all partitions.
@@ -97,6 +98,8 @@ class Rehoming:
         self._cursors = core.in_flight.cursors
         self._stuck = core.stuck
         self._wakeups = core.wakeups
+        self._suspects: set[Slot] = set()
+        """The slots that were not looked at since they were taken, or since the number was changed."""
         self._owing: dict[Slot, Position] = {}
         """The slots that are not read to the end, each with the position that was reached."""
         self._wants = 0
@@ -112,17 +115,27 @@ class Rehoming:
         return bool(self._owing) and any(slot.handler_name == handler_name for slot in self._owing)
 
     def want(self, slot: Slot) -> None:
-        """Read a slot from the beginning: the number of partitions was changed, or the slot was taken.
+        """Look at a slot: the number of partitions was changed, or the slot was taken.
 
         The former holder of a slot may have moved only a part of the rows.
         """
         count = self._partitions.find(slot.handler_name)
         if self._repository is not None and count is not None and (count.number > 1 or slot.partition):
+            self._suspects.add(slot)
+            cursor = self._cursors.by_slot.get(slot)
+            if cursor is not None and (cursor.has_backlog or cursor.is_paused):  # a paused slot is not read
+                self.has_backlog(slot)
+
+    def has_backlog(self, slot: Slot) -> None:
+        """A read of the slot has left due rows: read the slot from the beginning, if that is owed."""
+        if slot in self._suspects:
+            self._suspects.discard(slot)
             self._owing[slot] = BEGINNING
             self._wants += 1
 
     def forget(self, slot: Slot) -> None:
         """The slot is halted, or its lock is lost."""
+        self._suspects.discard(slot)
         self._owing.pop(slot, None)
 
     async def rehome_once(self) -> int:

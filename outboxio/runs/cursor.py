@@ -62,6 +62,10 @@ class HandlerCursor:
         load if a single slot with the same rows would be.
         """
         scan = self.scan
+        if may_sweep and scan.is_quiet and not (self.in_flight or self.has_backlog or self._must_sweep):
+            self.reads_again = self.sweeps = True
+            self.owes_sweep = False
+            return self._query(room, BEGINNING)
         scan.few = FEW // among
         scan.move_on(now)
         pause = SWEEP_IN_BACKLOG if self.has_backlog else SWEEP_IN_FLIGHT
@@ -79,11 +83,6 @@ class HandlerCursor:
 
     def _query(self, limit: int, after: Position) -> DueQuery:
         return DueQuery(self.slot.handler_name, limit, after, self.slot.partition)
-
-    @property
-    def was_swept(self) -> bool:
-        """True if no sweep is owed because rows became due behind the scan position."""
-        return self.scan.has_period
 
     @property
     def _may_not_wait(self) -> bool:
@@ -107,11 +106,9 @@ class HandlerCursor:
         return BEGINNING if self.has_backlog else self.scan.long_ago
 
     @property
-    def may_be_handed(self) -> bool:
-        """True if a handoff of new rows has the same effect as a read."""
-        queue = self.queue
-        keeps_up = queue.wants_more and not self.has_backlog and self.was_swept
-        return keeps_up and queue.is_plain and not (queue.spec.needs_admission or self.is_paused)
+    def is_read_through(self) -> bool:
+        """True if nothing but new rows may be due, so that a handoff of new rows has the same effect as a read."""
+        return not self.has_backlog and self.scan.has_period and not self.is_paused
 
     def reads_on(self, *, has_backlog: bool, due_by: datetime) -> None:
         """Take in a read of the rows that were due by a moment. ``has_backlog``: the read left some of the rows."""
@@ -143,6 +140,8 @@ class Cursors:
         """For the row of a read: the stored handler name and the partition of a row say to which slot it belongs."""
         self.halted: dict[tuple[str, int], HandlerCursor] = {}
         """The cursors of halted slots, which ``by_slot`` lacks."""
+        self.by_name: dict[str, list[HandlerCursor]] = {}
+        """The cursors in ``by_slot``, by stored handler name."""
         self.takes = 0
         """How many locks were taken so far."""
 
@@ -152,16 +151,18 @@ class Cursors:
     def take(self, slot: Slot, queue: HandlerQueue, lease: Lease) -> HandlerCursor:
         """This process holds the lock of a slot now."""
         self.halted.pop(slot, None)
+        self._remove(slot)
         cursor = self.by_slot[slot] = HandlerCursor(slot, queue, lease)
+        self.by_name.setdefault(slot.handler_name, []).append(cursor)
         return cursor
 
     def lose(self, slot: Slot) -> HandlerCursor | None:
         """This process has lost the lock of a slot; the cursor of the slot, or ``None`` without one."""
-        return self.halted.pop(slot, None) or self.by_slot.pop(slot, None)
+        return self.halted.pop(slot, None) or self._remove(slot)
 
     def halt(self, slot: Slot) -> HandlerCursor | None:
         """No row of a slot starts from now on; the cursor of the slot, or ``None`` if the slot is not read."""
-        cursor = self.by_slot.pop(slot, None)
+        cursor = self._remove(slot)
         if cursor is not None:
             self.halted[slot] = cursor
         return cursor
@@ -176,6 +177,12 @@ class Cursors:
             return None
         cursor = self.take(slot, former.queue, former.lease)
         cursor.in_flight = former.in_flight
+        return cursor
+
+    def _remove(self, slot: Slot) -> HandlerCursor | None:
+        cursor = self.by_slot.pop(slot, None)
+        if cursor is not None:
+            self.by_name[slot.handler_name].remove(cursor)
         return cursor
 
     def find(self, slot: Slot) -> HandlerCursor | None:

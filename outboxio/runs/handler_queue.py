@@ -166,6 +166,11 @@ class HandlerQueue:
         return read_ahead <= self.ahead.window // 2 and len(self.hook_lane.ready) <= HOOKS_AHEAD
 
     @property
+    def may_be_handed(self) -> bool:
+        """True if the handler takes new rows from fan-out without a read."""
+        return self.is_plain and not self.spec.needs_admission and self.wants_more
+
+    @property
     def room(self) -> int:
         """How many more rows may become ready."""
         return self.ahead.window - len(self.ready)

@@ -112,7 +112,9 @@ class LockManager:
 
     def poll_delay(self) -> float:
         """The seconds until the next round is due."""
-        return min(STANDBY_DELAY, self._heartbeat) if self.lacking else self._heartbeat
+        held = self.held
+        is_lacking = any(name not in held for name in self._plan.names)
+        return min(STANDBY_DELAY, self._heartbeat) if is_lacking else self._heartbeat
 
     async def run_once(self) -> RoundResult:
         """Prove the session if a proof is due, give back the locks of the plan, and try the locks of the plan.

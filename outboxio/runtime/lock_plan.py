@@ -227,6 +227,11 @@ class Giving:
         """The number of these slots that are halted."""
         return sum(slot in self._halted for slot in slots)
 
+    @property
+    def goes_on(self) -> bool:
+        """True if slots are halted."""
+        return bool(self._halted)
+
     def begin(self, held: Collection[Slot], now: float) -> None:
         """Forget the slots that are not held any more."""
         self._halted = {slot: since for slot, since in self._halted.items() if slot in held}
@@ -291,7 +296,9 @@ class SeenCluster:
 
     def take_in(
         self, instances: Sequence[Instance], leases: Mapping[Slot, SeenLease], slots: Collection[Slot], now: float
-    ) -> None:
+    ) -> bool:
+        """Take in a view; True if it differs from what was known."""
+        known = self.leases, {name: one.names for name, one in self._instances.items()}, self._dead.keys(), self.at
         self.at, self.leases, self._giving = now, dict(leases), set()
         # A view that was asked for before this process gave a slot back, or meanwhile, may show the slot as held.
         self._given_at = {slot: moment for slot, moment in self._given_at.items() if now - moment < LONGEST_RELEASE}
@@ -319,6 +326,13 @@ class SeenCluster:
                 before, since = self._free.get(slot, (term, now))
                 free[slot] = (term, since if before in (term, _ANY_TERM) else now)
         self._free = free
+        seen = self.leases, {name: one.names for name, one in self._instances.items()}, self._dead.keys()
+        return known[-1] == float("-inf") or known[:-1] != seen
+
+    @property
+    def has_free_slots(self) -> bool:
+        """True if a slot is not held, by the views."""
+        return bool(self._free)
 
     def members_of(self, name: str) -> frozenset[str]:
         """The processes that have a handler name, this process included."""

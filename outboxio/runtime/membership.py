@@ -31,8 +31,10 @@ from outboxio.support.log import log_of
 
 logger = log_of(__name__)
 
-LOOK_DELAY = 0.2  # seconds between two views while partitions move, or without wake-ups between processes
-REST_DELAY = 1.0  # seconds between two views at rest, with wake-ups between processes
+LOOK_DELAY = 0.2  # seconds between two views while partitions move
+POLL_DELAY = 1.0  # seconds between two views at rest without wake-ups between processes, or with free partitions
+REST_DELAY = 5.0  # seconds between two views at rest with wake-ups between processes; at most a heartbeat
+ORDERS_DELAY = 1.0  # seconds between two reads of the orders of operators
 SICK_FOR = 60.0  # seconds for which a sick process takes no partition
 VIEW_TIMEOUT = 10.0  # seconds that the database has to answer
 
@@ -101,6 +103,7 @@ class Membership:
         self._died: set[str] = set()
         self._is_moving = False
         self._is_leaving = False
+        self._names: dict[Slot, LockName] = {}
 
     # --- the lock plan -------------------------------------------------------------------------
 
@@ -145,7 +148,10 @@ class Membership:
             self._control.gave_back()
 
     def _name(self, slot: Slot) -> LockName:
-        return LockName(self._namespace, "dispatch", slot.handler_name, slot.partition)
+        name = self._names.get(slot)
+        if name is None:
+            name = self._names[slot] = LockName(self._namespace, "dispatch", slot.handler_name, slot.partition)
+        return name
 
     def _has_died(self, instance: str) -> None:
         """A process had not given a lock back, and the lock was free: the process, or its session, is dead.
@@ -171,12 +177,11 @@ class Membership:
 
     def look_delay(self) -> float:
         """The seconds until the next view is due."""
-        is_moving = self._is_moving or self._share.is_short
-        return REST_DELAY if self._member.is_woken and not is_moving else LOOK_DELAY
-
-    def orders_delay(self) -> float:
-        """The seconds until the orders of operators are due to be read: soon where no wake-up tells of new numbers."""
-        return LOOK_DELAY if self._share.is_shared and not self._member.is_woken else REST_DELAY
+        if self._is_moving or self._share.is_short:
+            return LOOK_DELAY
+        return (
+            min(REST_DELAY, self._member.heartbeat) if self._member.is_woken and self._share.is_at_rest else POLL_DELAY
+        )
 
     async def look_once(self) -> RoundResult:
         """Write that this process lives, if that is due, and read the view."""

@@ -4,9 +4,10 @@ A pure state machine: no I/O, no clock. ``now`` is in seconds of the event loop'
 locks. The rules:
 
 * **Below the quota** a process tries the slots that are free by the view, up to the quota.
-* **Orphans**: each process tries a slot of each holder, whatever the quota. The lock is free only if the holder died,
-  or has just given the slot back to another process. If the holder died, the process tries all slots of the holder at
-  once. A process at the quota leaves a holder above its quota alone for 1 s, because the holder is about to give.
+* **Orphans**: each process tries one slot of each holder, whatever the quota, because the session of a process holds
+  all its locks. The lock is free only if the holder died, or has just given the slot back to another process. If the
+  holder died, the process tries all slots of the holder at once. A process at the quota leaves a holder above its
+  quota alone for 1 s, because the holder is about to give.
 * **Left over**: a slot that was given back is for the process below its quota. Only after 1 s each process tries.
 * **Evidence**: the taker of an orphan knows that the former holder died (:meth:`PartitionShare.forget`). So the quotas
   are right at once, and not after two heartbeats.
@@ -38,8 +39,8 @@ LEFT_OVER_AGE = 1.0
 LONGEST_SURPLUS = 1.0
 #: The seconds in which every process learns that a handler has more partitions. Until then no new slot is left over.
 NEWS_DELAY = 1.0
-#: The age in seconds at which a view is too old for giving slots away.
-LONGEST_VIEW_AGE = 3.0
+#: The age in seconds at which a view is too old for giving slots away: two views at rest are missing.
+LONGEST_VIEW_AGE = 11.0
 #: The age in seconds at which a free slot is a reason for an alarm.
 ALARM_AGE = 5.0
 
@@ -54,7 +55,7 @@ class Plan(Struct, frozen=True):
     wanted: tuple[Slot, ...]
     """Free by the view, and to be tried now, in the order that this process prefers."""
     orphans: tuple[Slot, ...]
-    """Not given back by the view: held by another process, or the holder died. To be tried as well."""
+    """Not known to be free: held by another process, or the holder died. To be tried as well."""
     halt: tuple[Slot, ...]
     """To be given away: the process starts no more rows, and drops the rows that are ready."""
     resume: tuple[Slot, ...]
@@ -83,11 +84,19 @@ class PartitionShare:
         self._active: dict[str, int] = {}
         self._numbers: dict[str, int] = {}
         self._slots: tuple[Slot, ...] = ()
+        self.is_shared = False
+        """True if the process needs views. Otherwise each handler name is for the first process that takes the lock."""
         self._cluster = SeenCluster(me)
         self._giving = Giving(me)
         self._groups: list[SlotGroup] | None = None
         """``None`` after a change, until the next use."""
         self._held: frozenset[Slot] = frozenset()
+        self._probed: set[str] = set()
+        """The holders of which the present plan tries a slot."""
+        self._pursues = False
+        """True if the present plan tries slots that are about to become free, or whose holder is gone."""
+        self._at_rest: Plan | None = None
+        """The plan while nothing moves, which stays the same until something changes."""
         self._beyond: dict[Slot, tuple[float, frozenset[str]]] = {}
         """The slots that were taken beyond the quota: when, and among which members."""
         self._givers: dict[tuple[str, str], float] = {}
@@ -100,14 +109,17 @@ class PartitionShare:
         active = {name: active_partitions(counts, name) for name in names}
         numbers = {name: counts[name].number if name in counts else 1 for name in names}
         if numbers != self._numbers:
-            self._numbers, self._groups = numbers, None
+            self._numbers = numbers
+            self._changed()
         if active == self._active:
             return
         for name, number in active.items():
             for partition in range(self._active.get(name, number), number):
                 self._cluster.expect(Slot(name, partition), now + NEWS_DELAY)
-        self._active, self._groups = active, None
+        self._active = active
+        self._changed()
         self._slots = tuple(slots_of(counts, active))
+        self.is_shared = any(number > 1 for number in active.values()) or (self._spreads_all and bool(active))
 
     @property
     def slots(self) -> Sequence[Slot]:
@@ -115,9 +127,9 @@ class PartitionShare:
         return self._slots
 
     @property
-    def is_shared(self) -> bool:
-        """True if the process needs views. Otherwise each handler name is for the first process that takes the lock."""
-        return any(number > 1 for number in self._active.values()) or (self._spreads_all and bool(self._active))
+    def is_at_rest(self) -> bool:
+        """True if the last plan moves no slot, and knows of no free slot."""
+        return self._at_rest is not None
 
     @property
     def is_short(self) -> bool:
@@ -138,8 +150,8 @@ class PartitionShare:
 
     def see(self, instances: Sequence[Instance], leases: Mapping[Slot, SeenLease], now: float) -> None:
         """Take in the newest view. ``instances``: the processes that were seen within 2 heartbeats."""
-        self._cluster.take_in(instances, leases, self._slots, now)
-        self._groups = None
+        if self._cluster.take_in(instances, leases, self._slots, now):
+            self._changed()
 
     def owner_of(self, slot: Slot, before_term: int) -> str | None:
         """The process that held a slot under a term, by the newest view.
@@ -152,7 +164,9 @@ class PartitionShare:
 
     def plan(self, held: Collection[Slot], in_flight: Callable[[Slot], int], now: float) -> Plan:
         """The next steps. ``in_flight``: the number of rows of a slot that were found and are not settled."""
-        self._held = frozenset(held)
+        if frozenset(held) == self._held and self._at_rest is not None:
+            return self._at_rest
+        self._held, self._probed, self._pursues, self._at_rest = frozenset(held), set(), False, None
         self._beyond = {
             slot: (since, members)
             for slot, (since, members) in self._beyond.items()
@@ -170,11 +184,17 @@ class PartitionShare:
         resume, release = self._giving.end(in_flight)
         for slot in release:
             self._cluster.given_back(slot, now)
-        return Plan(*(tuple(slots) for slots in (wanted, orphans, halt, resume, release)))
+        plan = Plan(*(tuple(slots) for slots in (wanted, orphans, halt, resume, release)))
+        is_moving = wanted or halt or resume or release or self._pursues or self._giving.goes_on or self._beyond
+        is_ending = self._is_leaving or self.is_giving_all(now)
+        if not (is_moving or is_ending or self._givers or self._cluster.has_free_slots):
+            self._at_rest = plan
+        return plan
 
     def took(self, slot: Slot, now: float, *, follows_crash: bool) -> None:
         """Report that this process has taken the lock of a slot. ``follows_crash``: the former holder died."""
         self._held |= {slot}
+        self._at_rest = None
         group = next((group for group in self._current_groups() if slot in group.slots), None)
         holder = self._cluster.holder_of(slot)
         # The surplus goes at once if the holder is known to have died, because the quotas are right, and if the holder
@@ -188,12 +208,13 @@ class PartitionShare:
     def forget(self, instance: str) -> None:
         """A process is known to have died: the process is no member until seen again."""
         self._cluster.forget(instance)
-        self._groups = None
+        self._changed()
 
     def give_all(self, now: float, *, seconds: float) -> None:
         """This process is alive but sick. For so long the process gives away every slot that another process may hold,
         and takes none of these slots."""
         self._sick_until = now + seconds
+        self._changed()
 
     def is_giving_all(self, now: float) -> bool:
         """True while this process is sick by :meth:`give_all`."""
@@ -202,6 +223,7 @@ class PartitionShare:
     def leave(self) -> None:
         """This process ends: from now on the process gives each slot back as soon as the slot is idle."""
         self._is_leaving = True
+        self._changed()
 
     def unowned(self, now: float) -> list[Slot]:
         """The slots that have been free for 5 s by the views: due rows of such a slot are a reason for an alarm."""
@@ -214,6 +236,9 @@ class PartitionShare:
             and self._cluster.free_for(slot, self._cluster.at) >= ALARM_AGE
             and not self._is_older_process_at_work(slot)
         ]
+
+    def _changed(self) -> None:
+        self._groups = self._at_rest = None
 
     def _current_groups(self) -> list[SlotGroup]:
         if self._groups is None:
@@ -280,10 +305,8 @@ class PartitionShare:
         return not lease.is_given_back or any(held.handler_name == slot.handler_name for held in self._held)
 
     def _take(self, group: SlotGroup, room: int, wanted: list[Slot], orphans: list[Slot], now: float) -> None:
-        if not group.is_shared:
-            wanted += [slot for slot in group.slots if slot not in self._held]
-            return
-        if self._cluster.at == float("-inf") and not self._takes_all:
+        if not (self._takes_all or (self.is_shared and self._cluster.at > float("-inf"))):  # there is no view
+            orphans += [] if group.is_shared else [slot for slot in group.slots if slot not in self._held]
             return
         lost = dict[str, list[Slot]]()
         for slot in lock_plan.in_preferred_order(group.slots, self._me):
@@ -312,9 +335,12 @@ class PartitionShare:
         """
         if self._takes_all or holder == self._me:
             return None
-        if self._cluster.is_gone(holder):
-            return max(1, room)
-        return max(0, room) if is_giver or self._cluster.is_giving(holder) else 1
+        if is_giver or self._cluster.is_gone(holder) or self._cluster.is_giving(holder):
+            self._pursues = True
+            return max(int(self._cluster.is_gone(holder)), room)
+        is_probed = holder in self._probed
+        self._probed.add(holder)
+        return 0 if is_probed else 1
 
     def _give(self, group: SlotGroup, mine: Sequence[Slot], in_flight: Callable[[Slot], int], now: float) -> list[Slot]:
         surplus = self._surplus(group)

@@ -16,7 +16,7 @@ from outboxio.operations.retention import Housekeeping
 from outboxio.operations.takeover import LOOK_DELAY, Takeover
 from outboxio.runtime.environment import Roles
 from outboxio.runtime.lock_manager import LockManager
-from outboxio.runtime.membership import Membership
+from outboxio.runtime.membership import ORDERS_DELAY, Membership
 from outboxio.runtime.reporting import RunReporting
 from outboxio.runtime.shard import ShardRuntime
 from outboxio.runtime.wakeups import LONGEST_GAP
@@ -80,7 +80,7 @@ class RunLoops:
 
         self.locks = loop("locks", locks.run_once, PollSchedule(locks.poll_delay), signals.locks)
         self.share = loop("shared handlers", membership.look_once, PollSchedule(membership.look_delay), signals.share)
-        self.announce = loop("subscriptions", services.announce, PollSchedule(membership.orders_delay))
+        self.announce = loop("subscriptions", services.announce, every(ORDERS_DELAY))
         self.fanout = loop("fan-out", watched("fanout", services.fanout.run_once), of_fanout, signals.fan_out)
         self.find = loop("dispatch", dispatcher.find_once, of_finding, signals.find)
         settle_once = watched("settle", dispatcher.settle_once)

@@ -53,10 +53,6 @@ class PastPosition(Generic[Reached]):
         self._begun_at = float("-inf")
         self._at_its_begin = self.position = beginning
 
-    @property
-    def has_begun(self) -> bool:
-        return self._begun_at > float("-inf")
-
     def end(self) -> None:
         """Let the period be over at the next :meth:`move_on`."""
         self._begun_at = float("-inf")
@@ -120,6 +116,8 @@ class ScanPosition(Generic[Reached, Complete]):
         """The least number of rows of a period of 0.5 s that make the reader busy."""
         self.is_busy = False
         """True if the last period of 0.5 s had ``few`` rows or more."""
+        self.has_period = False
+        """True if a period of 0.5 s has begun since the start, or since :meth:`end_period`."""
         self._nothing = nothing
         self._nearby = PastPosition(SWEEP_NEARBY, beginning)
         self._further = PastPosition(SWEEP_IN_BACKLOG, beginning)
@@ -127,9 +125,9 @@ class ScanPosition(Generic[Reached, Complete]):
         self._found_by_then = 0
 
     @property
-    def has_period(self) -> bool:
-        """True if a period of 0.5 s has begun since the start, or since :meth:`end_period`."""
-        return self._further.has_begun
+    def is_quiet(self) -> bool:
+        """True if no row was found in the present period, and few in the last: the positions need not move on."""
+        return self.has_period and not self.is_busy and self.found == self._found_by_then
 
     @property
     def nearby(self) -> Reached:
@@ -155,11 +153,13 @@ class ScanPosition(Generic[Reached, Complete]):
         """Begin the next period of 0.5 s if this period is over. True if it was over: a sweep is due."""
         if not self._further.move_on(now, self.last):
             return False
+        self.has_period = True
         self.is_busy, self._found_by_then = self.found - self._found_by_then >= self.few, self.found
         return True
 
     def end_period(self) -> None:
         """Make a sweep due, because a row became due behind the positions."""
+        self.has_period = False
         self._further.end()
 
     def read_to_the_end(self, complete: Complete, *, after_backlog: bool) -> None:

@@ -33,7 +33,7 @@ QUIET = Settings(handling_poll_delay="1h", fanout_poll_delay="1h")
 async def keeps_up(outbox: Outbox) -> None:
     """Wait until all handlers' rows were looked for once, and a round of fan-out could have handed some over."""
     await eventually(lambda: cursors_of(outbox))
-    await eventually(lambda: all(cursor.was_swept for cursor in cursors_of(outbox).values()))
+    await eventually(lambda: all(cursor.scan.has_period for cursor in cursors_of(outbox).values()))
     await eventually(lambda: database_of(outbox).notifications.can_settle)
     dispatcher, offers = dispatcher_of(outbox), list[Any]()
     offer = dispatcher.handoff

@@ -21,7 +21,6 @@ from outboxio.operations.partitions.owners import in_ranges
 from outboxio.operations.retention import Housekeeping
 from outboxio.runtime.environment import Roles
 from outboxio.runtime.lock_manager import LockManager
-from outboxio.runtime.membership import Membership
 from outboxio.storage.protocols import Instance, InstanceReport
 from outboxio.support.clock import ShardClock
 from outboxio.testing import MovableClock
@@ -209,7 +208,7 @@ async def test_the_handler_may_be_known_by_its_subscription_alone(server: Outbox
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes read the numbers of partitions at their start, and then only after a wake-up."""
-    monkeypatch.setattr(Membership, "orders_delay", lambda membership: 1000.0)
+    monkeypatch.setattr("outboxio.runtime.run_loops.ORDERS_DELAY", 1000.0)
 
 
 @pytest.mark.usefixtures("patient")

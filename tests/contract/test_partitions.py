@@ -172,7 +172,7 @@ async def test_a_single_process_with_many_partitions_is_handed_fresh_rows(make_o
     notifications.trouble["find_due"] = noted
     async with outbox.running():
         await eventually(lambda: slots_of(outbox) == set(range(16)))
-        await eventually(lambda: all(cursor.was_swept for cursor in dispatcher_of(outbox)._cursors))
+        await eventually(lambda: all(cursor.scan.has_period for cursor in dispatcher_of(outbox)._cursors))
         await asyncio.sleep(0.5)
         found.clear()
         for amount in range(50):

@@ -348,7 +348,7 @@ async def test_each_role_can_be_left_to_other_instances(make_outbox: MakeOutbox,
     await outbox.executor.execute(Emit((1,)))
 
     async with outbox.running(fanout=False):
-        await eventually(lambda: cursors_of(outbox) and all(one.was_swept for one in cursors_of(outbox).values()))
+        await eventually(lambda: cursors_of(outbox) and all(one.scan.has_period for one in cursors_of(outbox).values()))
     assert await _undelivered(outbox) == 1
     async with outbox.running(handling=False):
         await eventually(lambda: _are(look, {"PENDING": 1}))

@@ -66,7 +66,7 @@ class Service:
             source.sweeps = self.random.random() < 0.3
         asked, rows = list[tuple[HandlerCursor, DueQuery]](), list[Notification]()
         for source in self.process.crashes.readable(self.sources):
-            soon = not source.was_swept  # it was told to begin at the beginning
+            soon = not source.scan.has_period  # it was told to begin at the beginning
             source.sweeps = source.sweeps or soon
             source.scan.begin_period(0.0)
             begin = 0 if source.sweeps else self.random.randrange(len(self.due[source.slot.handler_name]) + 1)

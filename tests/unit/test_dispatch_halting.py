@@ -147,4 +147,4 @@ async def test_what_was_unblocked_or_moved_elsewhere_after_a_change_is_swept_for
             whole.dispatcher._core.unblocked()
             cursor.scan.begin_period(1.0)
             whole.dispatcher.sweep_moved()
-            assert (whole.wakeups.told[-1], cursor.was_swept) == (told, is_swept)
+            assert (whole.wakeups.told[-1], cursor.scan.has_period) == (told, is_swept)

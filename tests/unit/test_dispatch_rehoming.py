@@ -43,6 +43,21 @@ class Owner(Whole):
         super().__init__(*slots, partitions_on=pieces, **options)
         self.pieces = pieces
 
+    def partitions(self, number: int, active: int = 0, name: str = "h", changed: datetime = LONG_AGO) -> None:
+        """The number was changed, and each slot has a backlog."""
+        for cursor in self.dispatcher._cursors:
+            cursor.has_backlog = True
+        super().partitions(number, active, name, changed)
+
+    def take(self, slot: Slot, term: int = 1) -> Lease:
+        """The slot was taken, and a read has left due rows."""
+        lease = super().take(slot, term)
+        self.has_backlog(slot)
+        return lease
+
+    def has_backlog(self, slot: Slot) -> None:
+        self.dispatcher._finder.rehoming.has_backlog(slot)
+
 
 async def test_nothing_is_moved_while_nothing_has_changed() -> None:
     async with Owner(Pieces(), FIRST) as owner:
@@ -93,6 +108,18 @@ async def test_whoever_takes_a_slot_goes_through_it_because_the_former_holder_ma
         assert owner.pieces.asked == [(1, BEGINNING)]
 
 
+async def test_a_slot_is_looked_at_once_and_only_with_a_backlog() -> None:
+    async with Owner(Pieces(), FIRST) as owner:
+        Whole.partitions(owner, 2, changed=NOON)
+        await owner.dispatcher.find_once()
+        assert owner.pieces.asked == []
+        owner.has_backlog(FIRST)
+        owner.has_backlog(FIRST)
+        for _ in range(2):
+            await owner.dispatcher.find_once()
+        assert owner.pieces.asked == [(0, BEGINNING)]
+
+
 async def test_rows_in_flight_stay() -> None:
     gate = Gate()
     async with Owner(Pieces(), FIRST, SECOND, call=gate) as owner:
@@ -139,6 +166,7 @@ async def test_a_slot_that_is_lost_or_halted_is_left_alone() -> None:
             await owner.dispatcher.find_once()
         assert pieces.asked == [(0, BEGINNING)]
         owner.dispatcher.resume(SECOND)
+        owner.has_backlog(SECOND)
         await owner.dispatcher.find_once()
         assert pieces.asked[1:] == [(1, BEGINNING)]
 

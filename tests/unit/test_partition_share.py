@@ -51,8 +51,41 @@ def test_without_partitions_every_slot_is_tried_and_none_is_given() -> None:
     made = share(1, names=["mail", "bill"])
 
     assert not made.is_shared
-    assert plan(made) == Plan((Slot("bill"), Slot("mail")), (), (), (), ())
-    assert plan(made, [Slot("mail")]).wanted == (Slot("bill"),)
+    assert plan(made) == Plan((), (Slot("bill"), Slot("mail")), (), (), ())
+    assert plan(made, [Slot("mail")]).orphans == (Slot("bill"),)
+
+
+def test_one_slot_of_each_holder_is_tried_however_many_handlers_the_holder_has() -> None:
+    names = ["score", "mail", "bill"]
+    made = share(2, names=names)
+    held = held_by("b", 0, 1) | {Slot("mail"): SeenLease("b", 1, 0), Slot("bill"): SeenLease("c", 1, 0)}
+    made.see(rows("me", "b", "c", handlers=tuple(names)), held, 0.0)
+
+    assert sorted(held[slot].owner for slot in plan(made).orphans) == ["b", "c"]
+
+
+def test_when_a_holder_has_died_all_its_slots_are_tried() -> None:
+    names = ["score", "mail", "bill"]
+    made = share(2, names=names)
+    held = held_by("b", 0, 1) | {Slot("mail"): SeenLease("b", 1, 0), Slot("bill"): SeenLease("b", 1, 0)}
+    made.see(rows("me", "b", handlers=tuple(names)), held, 0.0)
+    plan(made)
+    made.forget("b")
+
+    assert set(plan(made).orphans) == set(held)
+
+
+def test_the_plan_of_a_cluster_at_rest_is_computed_once() -> None:
+    made = share(2)
+    made.see(rows("me", "b"), held_by("me", 0) | held_by("b", 1), 0.0)
+    first = plan(made, s(0))
+
+    assert made.is_at_rest
+    made.see(rows("me", "b", seen=NOON + timedelta(seconds=5)), held_by("me", 0) | held_by("b", 1), 5.0)
+    assert plan(made, s(0), now=5.0) is first
+    made.see(rows("me", "b"), held_by("me", 0) | free(1), 10.0)
+    assert plan(made, s(0), now=10.0) is not first
+    assert not made.is_at_rest
 
 
 def test_a_shared_slot_is_not_tried_without_a_view() -> None:
@@ -232,7 +265,7 @@ def test_nothing_is_given_by_an_old_view() -> None:
     made = share(2)
     made.see(rows("me", "b"), held_by("me", 0, 1), 0.0)
 
-    assert plan(made, s(0, 1), now=3.1).halt == ()
+    assert plan(made, s(0, 1), now=11.1).halt == ()
 
 
 def test_without_slots_of_the_handler_partition_0_comes_first() -> None:
@@ -358,4 +391,4 @@ def test_a_slot_that_was_free_for_5_s_is_reported() -> None:
     made.see(rows("me"), held_by("me", 0, 1, 2) | free(3), 5.0)
 
     assert made.unowned(5.0) == s(3)
-    assert made.unowned(9.0) == []  # by an old view nothing is known
+    assert made.unowned(17.0) == []  # by an old view nothing is known

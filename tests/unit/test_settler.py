@@ -122,13 +122,13 @@ async def test_refused_outcomes_are_remembered_and_their_rows_are_swept_for(part
     remembered = [parts.settler.refused.of(run.notification) for run in runs]
     assert [None if refused is None else refused.term for refused in remembered] == [None if took_anew else 1] * 2
     assert (parts.state.counters.refused, parts.state.counters.succeeded, parts.in_flight.rows) == (2, 0, {})
-    assert not parts.cursor().was_swept
+    assert not parts.cursor().scan.has_period
 
 
 async def test_a_row_without_an_outcome_is_released_and_swept_for(parts: Parts) -> None:
     parts.cursor().next_read(10, 1.0)
     parts.settler.end(parts.in_flight_run(1), None)
-    assert (parts.settler.waiting, parts.in_flight.rows, parts.cursor().was_swept) == ([], {}, False)
+    assert (parts.settler.waiting, parts.in_flight.rows, parts.cursor().scan.has_period) == ([], {}, False)
 
 
 async def test_a_row_that_was_settled_in_its_own_transaction_is_counted_and_forgotten(parts: Parts) -> None:
