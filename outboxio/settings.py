@@ -119,6 +119,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     keeps the rest. ``"all"``: handlers with a single partition are spread over the processes too. An event then waits
     for a wake-up between processes: 0.5 ms longer on an idle PostgreSQL, 16 ms on an idle MySQL or MariaDB."""
 
+    spread_after: Duration = default_duration("10s")
+    """Time for which due notifications of a handler must have been waiting, for more than a second each, before the
+    handler is shared among the processes that have it. Concerns handlers with ``partitions="auto"``."""
+
     subscription_ttl: Duration = default_duration("7d")
     """Time for which a handler that no process has any longer still gets notifications."""
 

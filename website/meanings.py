@@ -67,6 +67,7 @@ COLUMNS = {
     "aliases": "former names of the handler",
     "applied_date": "the moment at which the file was applied",
     "attempts": "runs that came to an end",
+    "auto_number": "the number that outboxio has set by the load; NULL or another number: set by an operator or in code",
     "available_at": "handlers start from this moment; NULL for at once",
     "causation_id": "the event whose handler has recorded this event",
     "changed_date": "the last change of the number",
@@ -152,6 +153,7 @@ COLUMNS = {
     "topic": "the topic, if the event was emitted on one",
     "updated_date": "the last change of the row",
     "version": "the version",
+    "waited_date": "the last hour in which notifications waited for longer than a second",
     "worker": "the process that carries the order out",
 }
 """What a column means, in every table that has the column."""

@@ -175,6 +175,19 @@ class Dispatcher:
                 self._finder.rehoming.want(cursor.slot)
         self._state.signals.find.set()
 
+    def waiting_names(self, since: datetime) -> set[str]:
+        """The stored handler names with ready rows that have been due since a moment, and wait for their turn only."""
+        return {
+            run.notification.handler_name
+            for queue in self._core.queues
+            if queue.ready and queue.quota.rest is None and (run := queue.ready[0]).notification.next_retry_at < since
+        }
+
+    def first_lease(self, handler_name: str) -> Lease | None:
+        """The lease of partition 0 of a stored handler name, if this process owns the partition."""
+        cursor = self._cursors.by_slot.get((handler_name, 0))
+        return None if cursor is None else cursor.lease
+
     def is_sick(self, now: float) -> bool:
         """True if this process holds slots, and runs nothing. ``now``: the event loop's clock."""
         return self._sickness.is_sick(now)

@@ -297,7 +297,7 @@ class Handoffs:
             if not cursors or len(cursors) != self._partitions.active(name) or self._finder.rehoming.owes(name):
                 continue
             queue = cursors[0].queue
-            if queue.may_be_handed and all([cursor.is_read_through for cursor in cursors]):
+            if queue.may_be_handed and all(cursor.is_read_through for cursor in cursors):
                 found[name] = queue
         return found
 

@@ -11,10 +11,10 @@ Re-homing: after the number of partitions of a name was changed, due rows move t
 New rows are spread by the new number at once. A backlog from before the change would stay the work of a single process,
 so the holder of each slot moves the rows of its slot that belong elsewhere, 1,000 rows with each statement, until the
 end of the slot is reached. A slot is looked at after its lock was taken or the number was changed, as soon as a read of
-the slot has left due rows: without a backlog there is nothing to divide. Only the holder of the slot moves rows, between two find rounds, and never a row in flight.
-So no row is found and moved at the same time. The statement moves rows only under the term of the slot's lock: a
-process that froze moves no row that the new holder runs. Order does not depend on re-homing: the head of an ordering
-key is asked for over all partitions.
+the slot has left due rows: without a backlog there is nothing to divide. Only the holder of the slot moves rows,
+between two find rounds, and never a row in flight. So no row is found and moved at the same time. The statement moves
+rows only under the term of the slot's lock: a process that froze moves no row that the new holder runs. Order does not
+depend on re-homing: the head of an ordering key is asked for over all partitions.
 
 Waking: the holder of a slot makes due the resting rows that it can read, or that are past the retention.
 

@@ -23,6 +23,7 @@ from outboxio.handlers.options import (
     ALERT_AGE,
     AnyDelivery,
     AnyOnDeadKey,
+    AnyPartitions,
     Batch,
     Delivery,
     HandlerKeywords,
@@ -134,7 +135,7 @@ class EventHandler(Generic[E]):
     priority: ClassVar[int] = 0
     relay: ClassVar[bool] = False
     since: ClassVar[Since | None] = None
-    partitions: ClassVar[int] = 1
+    partitions: ClassVar[AnyPartitions] = "auto"
     total_concurrency: ClassVar[int | None] = None
     alert_age: ClassVar[timedelta | float | str] = ALERT_AGE
     trace: ClassVar[bool] = True

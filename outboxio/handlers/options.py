@@ -50,6 +50,7 @@ class OnDeadKey(StrEnum):
 
 AnyDelivery = Delivery | Literal["at_least_once", "transactional", "at_most_once"]
 AnyOnDeadKey = OnDeadKey | Literal["park", "continue"]
+AnyPartitions = int | Literal["auto"]
 Since = datetime | Literal["now"]
 """The first moment of a handler's events: by ``event_date``, or the handler's first announcement."""
 
@@ -67,7 +68,7 @@ class SingleKeywords(TypedDict, total=False):
     priority: int
     relay: bool
     since: Since | None
-    partitions: int
+    partitions: AnyPartitions
     total_concurrency: int | None
     alert_age: timedelta | float | str
     trace: bool
@@ -94,13 +95,30 @@ class HandlerOptions(Struct, frozen=True, kw_only=True):
     priority: int
     relay: bool
     since: Since | None
-    partitions: int
+    partitions: AnyPartitions
     total_concurrency: int | None
     alert_age: timedelta
     """The age of a due notification from which the overview says that the handler is behind."""
     trace: bool
     raw: bool
     """True if nothing is decoded: the event of an envelope is the stored JSON, as bytes."""
+
+    @property
+    def declared_partitions(self) -> int:
+        """The number of partitions that the code asks for; 1 if outboxio decides."""
+        return 1 if self.partitions == "auto" else self.partitions
+
+    @property
+    def most_partitions(self) -> int:
+        """The largest number of partitions that outboxio may choose; 1 if code has chosen, or all must stay whole.
+
+        A call of one row at a time means one at a time in the whole cluster, and a schedule makes one call.
+        """
+        single = 1 if self.batch is not None else None
+        is_whole = (self.concurrency or single) == 1 or (self.batch is not None and self.batch.schedule is not None)
+        if self.partitions != "auto" or is_whole:
+            return 1
+        return min(MOST_PARTITIONS, self.total_concurrency or MOST_PARTITIONS)
 
 
 _IN_BATCH = "it is part of the batch, as in batch=Batch({}=...)"
@@ -139,7 +157,7 @@ def checked_options(name: str, where: str, given: HandlerKeywords) -> HandlerOpt
         priority=_priority(given.get("priority", 0), refuse),
         relay=_switch("relay", given.get("relay", False), refuse),
         since=_since(given.get("since"), refuse),
-        partitions=_partitions(given.get("partitions", 1), refuse),
+        partitions=_partitions(given.get("partitions", "auto"), refuse),
         total_concurrency=_at_least_one("total_concurrency", given.get("total_concurrency"), refuse),
         alert_age=_duration("alert_age", given.get("alert_age", ALERT_AGE), refuse),
         trace=_switch("trace", given.get("trace", True), refuse),
@@ -153,7 +171,7 @@ def checked_options(name: str, where: str, given: HandlerKeywords) -> HandlerOpt
 
 def _senseless(options: HandlerOptions, given: HandlerKeywords) -> list[tuple[bool, str]]:
     once = options.delivery is Delivery.AT_MOST_ONCE
-    batch, partitions, total = options.batch, options.partitions, options.total_concurrency
+    batch, partitions, total = options.batch, options.declared_partitions, options.total_concurrency
     return [
         (
             once and given.get("retry") is not None,
@@ -249,9 +267,11 @@ def _at_least_one(option: str, value: Any, refuse: _Refuse) -> int | None:
     return number
 
 
-def _partitions(partitions: Any, refuse: _Refuse) -> int:
+def _partitions(partitions: Any, refuse: _Refuse) -> AnyPartitions:
+    if partitions == "auto":
+        return "auto"
     if not _is_number(partitions) or not 1 <= partitions <= MOST_PARTITIONS:
-        refuse(f"has partitions={partitions!r}; expected a whole number from 1 to {MOST_PARTITIONS}")
+        refuse(f"has partitions={partitions!r}; expected 'auto', or a whole number from 1 to {MOST_PARTITIONS}")
     number: int = partitions
     return number
 

@@ -106,9 +106,13 @@ class Registration(ABC):
         handler's first announcement, which stays the same at every later start. Older events, by their ``event_date``,
         end SKIPPED without a run. Without ``since``, a handler gets all events that waited for a first handler.
 
-        ``partitions``, 1 to 64, lets up to that many processes share the handler: each process runs the events of its
-        own partitions, and no event runs in two. An ordered handler keeps the order within a key. A larger number in
-        code raises the number of the cluster once; ``admin.partitions`` sets the number in both directions. SQLite has
+        ``partitions``: processes share the handler by partitions. Each process runs the events of its own partitions,
+        and no event runs in two; an ordered handler keeps the order within a key. ``"auto"`` (default): one process
+        runs the handler until events have been waiting for ``settings.spread_after`` (10 s); then outboxio shares the
+        handler among the processes that have it, with four partitions for each. A handler with ``concurrency=1``, a
+        batch handler without ``concurrency``, a batch schedule, and strict priority stay in one process. A number from
+        1 to 64 fixes the number; a larger number in code raises the number of the cluster once, and
+        ``admin.partitions`` sets the number in both directions, or to ``"auto"``. SQLite has
         a single partition. ``total_concurrency`` limits the runs at the same time in all processes together; it is at
         least ``partitions``, because each partition gets its share. ``concurrency`` is the limit of each process.
 

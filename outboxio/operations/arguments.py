@@ -13,6 +13,7 @@ from uuid import UUID
 
 from outboxio.errors import ConfigurationError, InvalidEvent, UnknownEventType, UnknownHandler
 from outboxio.handlers.handler import HandlerRegistry
+from outboxio.handlers.options import AnyPartitions
 from outboxio.model.event import EventTypes, checked_name, checked_text, is_event_class, type_names
 from outboxio.model.lock_name import MOST_PARTITIONS
 from outboxio.model.notification import State
@@ -81,11 +82,14 @@ def given_limit(limit: object) -> int:
     return limit
 
 
-def given_partitions(number: object) -> int:
-    """A number of partitions; :class:`ConfigurationError` for a different value."""
+def given_partitions(number: object) -> AnyPartitions:
+    """A number of partitions, or ``"auto"``; :class:`ConfigurationError` for a different value."""
+    if number == "auto":
+        return "auto"
     if not isinstance(number, int) or isinstance(number, bool) or not 1 <= number <= MOST_PARTITIONS:
         raise ConfigurationError(
-            f"the number of partitions is {briefly(number)}; expected a whole number from 1 to {MOST_PARTITIONS}"
+            f"the number of partitions is {briefly(number)}; expected 'auto', or a whole number from 1 to "
+            f"{MOST_PARTITIONS}"
         )
     return number
 

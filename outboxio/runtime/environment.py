@@ -92,7 +92,9 @@ class Environment(Struct, frozen=True, kw_only=True):
     @property
     def may_share(self) -> bool:
         """True if the code asks for sharing handlers among processes. An operator may ask for sharing later."""
-        return self.settings.balance == "all" or any(handler.options.partitions > 1 for handler in self.handlers)
+        return self.settings.balance == "all" or any(
+            handler.options.declared_partitions > 1 for handler in self.handlers
+        )
 
     @property
     def longest_block(self) -> float:

@@ -100,7 +100,9 @@ class Declarations:
         self._repository = repository
         self._clock = clock
         self._left = {
-            handler.name: handler.options.partitions for handler in handlers if handler.options.partitions > 1
+            handler.name: handler.options.declared_partitions
+            for handler in handlers
+            if handler.options.declared_partitions > 1
         }
         self._asked_at = float("-inf")
         self._waited_for: set[str] = set()

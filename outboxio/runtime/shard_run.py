@@ -20,6 +20,7 @@ from outboxio.loops.standstill import watched
 from outboxio.model.lock_name import LockName, Slot
 from outboxio.model.outcome import Lease
 from outboxio.operations.retention import Housekeeping
+from outboxio.runtime.auto_partitions import AutoPartitions
 from outboxio.runtime.environment import Roles
 from outboxio.runtime.lock_manager import LockManager
 from outboxio.runtime.lock_plan import Declarations
@@ -79,6 +80,7 @@ class ShardRun:
             seen_since=self.announcer.seen_since, expired=self._expired, hears_of_partitions=roles.handling,
             purged=shard.statistics.purged_from,
         )  # fmt: skip
+        self._auto = None if drains else AutoPartitions(setup, self.dispatcher, shard.partitions_changed)
         self._declarations = Declarations(namespace, shard.database.partitions, environment.handlers, shard.clock)
         self._reporting = RunReporting(self, roles, fans_out=self._holds_fanout, drains=drains)
         services = Services(
@@ -328,6 +330,8 @@ class ShardRun:
             self.dispatcher.heed_partitions(counts)
             self.housekeeping.heed_partitions(orders.partitions)
             self.membership.heed(self.shard.environment.handlers.names_to_run, counts)
+            if self._auto is not None:
+                await self._auto.look(counts)
         return RoundResult(0)
 
     def stood_still(self, seconds: float) -> None:

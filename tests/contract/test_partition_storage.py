@@ -6,7 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from datetime import timedelta
+from datetime import datetime, timedelta
 from decimal import Decimal
 from functools import partial
 from typing import Any
@@ -52,6 +52,13 @@ class Shared(Store):
 
     async def set_number(self, name: str, number: int) -> None:
         await self.partitions.set_number(self.namespace, name, number, NOW)
+
+    async def automatic(
+        self, lease: Lease, number: int, *, expected: int = 1, waited_before: datetime = datetime.max
+    ) -> bool:
+        return await self.partitions.set_automatic(
+            self.namespace, lease, number, expected=expected, waited_before=waited_before, now=NOW
+        )
 
     async def count(self, name: str) -> PartitionCount:
         orders = await self.database.subscriptions.orders(self.namespace)
@@ -106,6 +113,54 @@ def by_key(rows: Sequence[NotificationRecord]) -> dict[str | None, int]:
     found = {(row.ordering_key, row.partition_number) for row in rows}
     assert len(found) == len(dict(found)), "a key lies in several partitions"
     return dict(found)
+
+
+# --- numbers that outboxio chooses ---------------------------------------------------------------
+
+
+async def test_an_automatic_number_is_changed_under_the_newest_term_only(store: Shared) -> None:
+    lease = await store.lease("mail", 0, term=2)
+    former = Lease(lease.name, "mail", 1)
+
+    assert not await store.automatic(former, 8)
+    assert await store.automatic(lease, 8)
+    count = await store.count("mail")
+    assert (count.number, count.active, count.is_automatic) == (8, 8, True)
+    assert not await store.automatic(lease, 16, expected=4), "another process has changed the number"
+    assert await store.automatic(lease, 1, expected=8)
+    count = await store.count("mail")
+    assert (count.number, count.active) == (1, 8)
+
+
+async def test_the_number_of_an_operator_stands_until_it_is_given_back(store: Shared) -> None:
+    lease = await store.lease("mail", 0)
+    await store.automatic(lease, 8)
+    await store.set_number("mail", 8)
+    assert not (await store.count("mail")).is_automatic, "the operator wants the number that outboxio had chosen"
+    assert not await store.automatic(lease, 16, expected=8)
+    await store.partitions.make_automatic("app", "mail", NOW)
+    assert await store.automatic(lease, 16, expected=8)
+
+
+async def test_the_number_of_an_older_version_stands_beside_an_automatic_number(store: Shared) -> None:
+    """An older version writes the number, and knows nothing of the columns beside it."""
+    lease = await store.lease("mail", 0)
+    await store.automatic(lease, 8)
+    await store.look.fetch("UPDATE {handler_partitions} SET partitions = 2, changed_date = changed_date")
+
+    assert not await store.automatic(lease, 16, expected=2)
+    assert (await store.count("mail")).number == 2
+
+
+async def test_the_number_stays_while_rows_have_waited_of_late(store: Shared) -> None:
+    lease = await store.lease("mail", 0)
+    await store.automatic(lease, 8)
+    for later, is_written in ((timedelta(minutes=5), False), (timedelta(hours=2), True)):
+        await store.partitions.waited("app", "mail", NOW + later, NOW + later - timedelta(hours=1))
+        assert (await store.count("mail")).waited_date == (NOW + later if is_written else NOW)
+
+    assert not await store.automatic(lease, 1, expected=8, waited_before=NOW + timedelta(hours=1))
+    assert await store.automatic(lease, 1, expected=8, waited_before=NOW + timedelta(hours=2))
 
 
 # --- the partition of a row ----------------------------------------------------------------------

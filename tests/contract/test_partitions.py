@@ -131,6 +131,28 @@ async def test_the_runs_of_all_processes_stay_within_the_limit_of_the_cluster(ma
     assert fleet.most == 7
 
 
+@pytest.mark.real_time("rows have to wait for longer than a second")
+@pytest.mark.parametrize("ordered", [False, True])
+async def test_a_handler_without_an_option_is_shared_when_its_rows_wait(
+    make_outbox: MakeOutbox, *, ordered: bool
+) -> None:
+    fleet, keys = Fleet(lasts=0.02), [f"key {number}" for number in range(50)]
+    settings = Settings(spread_after="1s")
+    first, second = await processes(make_outbox, fleet, 2, settings=settings, concurrency=4, ordered=ordered)
+    async with first.running(), second.running():
+        await asyncio.gather(
+            *(first.executor.execute(Post(tuple((key, amount) for amount in range(40)))) for key in keys)
+        )
+        await eventually(lambda: len(fleet.by_process) == 2, timeout=SHARED_WITHIN)
+        [shared] = await first.admin.partitions("score")
+        assert (shared.number, shared.source) == (8, "automatic")
+        await eventually(lambda: fleet.number >= 2000, timeout=60)
+    assert fleet.number == 2000
+    if ordered:
+        assert fleet.overlaps == 0
+        assert all(amounts == list(range(40)) for amounts in fleet.amounts.values())
+
+
 async def test_a_backlog_is_moved_to_the_partitions_that_its_rows_belong_to(
     make_outbox: MakeOutbox, look: Look
 ) -> None:

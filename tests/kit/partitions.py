@@ -24,7 +24,7 @@ from outboxio.storage.protocols import Instance, PartitionCount, SeenLease
 HEARTBEAT = 5.0
 SILENCE = 1.8 * HEARTBEAT  # after which the server ends the session of a frozen process
 ROUND = 0.2
-VIEW_EVERY = 1.0  # between two views of a process that has its share, where wake-ups arrive
+VIEW_EVERY = 1.0  # between two views of a process that has its share, at most
 QUIET = 30.0  # the seconds without a move at the end of a run
 START = datetime(2026, 1, 1)
 
@@ -109,7 +109,8 @@ class Process:
         self._is_looking = False
         self.share.see(view.instances, view.leases, asked)
         self._round_soon(0.0)
-        delay = VIEW_EVERY if world.conditions.wakes and not self._is_moving and not self.share.is_short else ROUND
+        delay = HEARTBEAT if world.conditions.wakes and self.share.is_at_rest else VIEW_EVERY
+        delay = ROUND if self._is_moving or self.share.is_short else delay
         self._look_soon(0.0 if self._look_again else delay * world.random.uniform(0.75, 1.25))
 
     def write_row(self) -> None:

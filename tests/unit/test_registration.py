@@ -363,7 +363,7 @@ def test_a_class_may_have_constants_and_methods_of_its_own() -> None:
         ({"aliases": 5}, "aliases of handler 'confirm' is 5 ("),
         ({"topic": 5}, "the topic of handler 'confirm': 5 is no string"),
         ({"since": date(2026, 1, 1)}, "since=datetime.date(2026, 1, 1); expected a datetime"),
-        ({"partitions": 65}, "partitions=65; expected a whole number from 1 to 64"),
+        ({"partitions": 65}, "partitions=65; expected 'auto', or a whole number from 1 to 64"),
         ({"partitions": 8, "total_concurrency": 4}, "raise total_concurrency to 8 or more"),
         ({"alert_age": "soon"}, "alert_age='soon'; expected a duration"),
         ({"alert_age": 0}, "alert_age=0; expected a duration longer than zero"),
@@ -408,7 +408,7 @@ def test_a_function_a_class_and_a_batch_may_have_partitions() -> None:
 
     options = {handler.name: handler.options for handler in registration.registered}
     assert {name: (one.partitions, one.total_concurrency) for name, one in options.items()} == {
-        "plain": (1, None),
+        "plain": ("auto", None),
         "function": (64, 64),
         "batch": (2, None),
         "report": (1, None),

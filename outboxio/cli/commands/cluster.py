@@ -17,6 +17,7 @@ from outboxio.cli.commands.rows import Column, Rows
 from outboxio.cli.inside import admin_of, clock_of, databases
 from outboxio.cli.options import pasted
 from outboxio.cli.target import TargetError
+from outboxio.handlers.options import AnyPartitions
 from outboxio.model.lock_name import Slot
 from outboxio.operations.arguments import given_partitions
 from outboxio.operations.partitions.owners import HandlerPartitions, PartitionOwner, in_ranges
@@ -100,14 +101,18 @@ class Request(Struct, frozen=True):
     """The words of the command line behind the target."""
 
     handler: str | None = None
-    number: int | None = None
+    number: AnyPartitions | None = None
 
 
 def request_of(words: Sequence[str]) -> Request:
     """The meaning of the words: ``[NAME [NUMBER]]``."""
     name, number = (*words, None, None)[:2]
+    if number == "auto":
+        return Request(name, "auto")
     if number is not None and not (number.isdecimal() and len(number) < 10):
-        raise TargetError(f"{briefly(number)} is no number of partitions; expected a whole number from 1 to 64")
+        raise TargetError(
+            f"{briefly(number)} is no number of partitions; expected auto, or a whole number from 1 to 64"
+        )
     return Request(name, None if number is None else int(number))
 
 
@@ -126,14 +131,18 @@ async def partitions(outbox: Outbox, request: Request, manner: Manner) -> Exit:
     for former, one in zip(before, found, strict=False):
         if former.number != one.number:
             say(line((one.handler_name, "bold"), f"{_where(outbox, one)}: {former.number} -> {one.number} partitions"))
+        elif former.source != one.source:
+            say(line((one.handler_name, "bold"), f"{_where(outbox, one)}: {one.number} partitions, {one.why}"))
     if number is not None:
         found = await _when_taken(outbox, request)
     say(_table(outbox, found))
     return Exit.FINE
 
 
-def _plan(outbox: Outbox, before: Sequence[HandlerPartitions], number: int, manner: Manner) -> Exit:
+def _plan(outbox: Outbox, before: Sequence[HandlerPartitions], number: AnyPartitions, manner: Manner) -> Exit:
     """Say what the order would change."""
+    if number == "auto":
+        return manner.said(f"partitions would leave the number of partitions of {before[0].handler_name} to outboxio")
     changes = [
         f"{one.handler_name}{_where(outbox, one)} from {one.number} to {number}"
         for one in before
@@ -173,14 +182,16 @@ def _table(outbox: Outbox, found: Sequence[HandlerPartitions]) -> Table:
     table.add_column("process", overflow="fold")
     table.add_column("partitions", overflow="fold", max_width=16)
     table.add_column("last taken (UTC)", no_wrap=True)
+    table.add_column("number", overflow="fold")
     for one in found:
         beyond = Text(f" ({one.active} in use)", "dim") if one.active > one.number else Text()
         first = (line((one.handler_name, "bold"), _where(outbox, one)), Text(str(one.number)).append(beyond))
+        why = "" if one.source is None else one.why
         for owned in _by_owner(one):
             owner = owned[0].owner
             process = line(owner) if owner is not None else Text("no process", "bold yellow")
-            table.add_row(*first, process, in_ranges(each.partition for each in owned), _last_taken(owned))
-            first = (Text(), Text())
+            table.add_row(*first, process, in_ranges(each.partition for each in owned), _last_taken(owned), why)
+            first, why = (Text(), Text()), ""
     return table
 
 

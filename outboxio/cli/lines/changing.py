@@ -209,7 +209,7 @@ def partitions(
         typer.Argument(
             metavar="[TARGET] [NAME [NUMBER]]",
             help="Your outbox or a database URL, as for all commands; the name of a handler, or else all handlers; "
-            "and the number of partitions to set, 1 to 64.",
+            "and the number of partitions to set, 1 to 64, or auto to leave the number to outboxio.",
             show_default=False,
         ),
     ] = None,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from outboxio.errors import ConfigurationError
 from outboxio.handlers.handler import Handler
-from outboxio.handlers.options import OLDER_FOR
+from outboxio.handlers.options import OLDER_FOR, AnyPartitions
 from outboxio.operations.arguments import given_handler, given_partitions
 from outboxio.operations.base import AdminBase
 from outboxio.operations.partitions.owners import (
@@ -29,7 +29,7 @@ class PartitionOrders(AdminBase):
     async def partitions(
         self,
         handler: str | None = None,
-        number: int | None = None,
+        number: AnyPartitions | None = None,
         *,
         actor: str | None = None,
         reason: str | None = None,
@@ -41,6 +41,10 @@ class PartitionOrders(AdminBase):
         a second, without a restart. The order within a key does not change, and waiting notifications move to their new
         partitions. A number in code raises the number again only if the number in code is larger than all numbers that
         code declared before, and never lowers the number.
+
+        ``"auto"`` leaves the number to outboxio again, which begins with the present number: it raises the number while
+        notifications wait, and lowers the number to 1 after a day in which none waited. Any other number stands until
+        then.
 
         The result has an entry for each shard and stored name: the handler's name, and the aliases, under which
         notifications may still wait. ``number`` is set for all of these names.
@@ -95,10 +99,10 @@ class PartitionOrders(AdminBase):
             found += await find_partitions(database, self._namespace, names)
         return found
 
-    async def _set_partitions(self, order: Order, handler: str, number: int, shard: str | None) -> None:
+    async def _set_partitions(self, order: Order, handler: str, number: AnyPartitions, shard: str | None) -> None:
         """Set the number on all chosen shards, unless a shard refuses the number."""
         reached = self._shards.to_write(order.call, shard)
-        if (ours := self._handlers.find(handler)) is not None:
+        if (ours := self._handlers.find(handler)) is not None and number != "auto":
             _refuse_by_options(ours, number)
         changes = {one.database.name: await self._changes(one, handler, number) for one in reached}
 
@@ -106,28 +110,31 @@ class PartitionOrders(AdminBase):
             if names := changes[one.database.name]:
                 repository = _repository(one.database)
                 for name in names:
-                    await repository.set_number(self._namespace, name, number, await one.now())
-                    logger.info("handler %r: %d partitions from now on", name, number, handler=name, partitions=number)
+                    if number == "auto":
+                        await repository.make_automatic(self._namespace, name, await one.now())
+                    else:
+                        await repository.set_number(self._namespace, name, number, await one.now())
+                    logger.info("handler %r: partitions=%r from now on", name, number, handler=name, partitions=number)
                 one.partitions_changed()
             return 0
 
         await self._recorder.carry_out(order, shard, change)
 
-    async def _changes(self, one: AdminShard, handler: str, number: int) -> list[str]:
+    async def _changes(self, one: AdminShard, handler: str, number: AnyPartitions) -> list[str]:
         """The stored names that have a different number now; :class:`ConfigurationError` if the number must stay."""
         database = one.database
         if database.partitions is None:
-            if number > 1:
+            if number != "auto" and number > 1:
                 raise ConfigurationError(
                     f"shard {database.name!r} is {database.dialect}, which has one writer: a handler has a single "
                     f"partition there, not {number}; several processes share a handler on PostgreSQL, MySQL and MariaDB"
                 )
             return []
         counts = await counts_of(database, self._namespace)
-        present = {
-            name: counts[name].number if name in counts else 1
-            for name in await self._known.family_of(handler, database)
-        }
+        names = await self._known.family_of(handler, database)
+        if number == "auto":
+            return sorted(name for name in names if name in counts and not counts[name].is_automatic)
+        present = {name: counts[name].number if name in counts else 1 for name in names}
         if any(number > before for before in present.values()):
             older = await database.partitions.names_of_older(self._namespace, await one.now() - OLDER_FOR)
             if announced := sorted(older & present.keys()):
@@ -136,7 +143,11 @@ class PartitionOrders(AdminBase):
                     "process of an older version of outboxio, which knows no partitions and takes the whole handler: "
                     "stop the older processes first"
                 )
-        return sorted(name for name, before in present.items() if before != number)
+        return sorted(
+            name
+            for name, before in present.items()
+            if before != number or (name in counts and counts[name].is_automatic)
+        )
 
 
 def _refuse_by_options(handler: Handler, number: int) -> None:

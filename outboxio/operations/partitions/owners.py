@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
+from typing import Literal
 
 from msgspec import Struct
 
@@ -34,6 +35,9 @@ class HandlerPartitions(Struct, frozen=True, kw_only=True):
     ``number``: the partitions over which new notifications are spread. ``active``: only partitions below this number
     may have unfinished notifications; more than ``number`` for a while after the number was lowered. ``declared``: the
     largest number that code has asked for; an operator may have set a different number.
+
+    ``source``: who has set ``number``, at ``changed_date`` (naive UTC): ``"automatic"`` for outboxio itself, by the
+    load, ``"operator"``, or ``"code"``. ``None`` for the single partition that every handler begins with.
     """
 
     handler_name: str
@@ -43,6 +47,18 @@ class HandlerPartitions(Struct, frozen=True, kw_only=True):
     declared: int
     owners: tuple[PartitionOwner, ...]
     """The partitions from 0 to ``active - 1``."""
+    source: Literal["automatic", "operator", "code"] | None = None
+    changed_date: datetime | None = None
+
+    @property
+    def why(self) -> str:
+        """The reason for the number, for people."""
+        if self.source is None or self.changed_date is None:
+            return "not shared"
+        at = f"{self.changed_date:%Y-%m-%d %H:%M} UTC"
+        if self.source == "automatic":
+            return f"automatic: notifications waited at {at}" if self.number > 1 else f"automatic: lowered at {at}"
+        return f"set by an operator at {at}" if self.source == "operator" else "set in code"
 
     @property
     def by_owner(self) -> Mapping[str | None, tuple[int, ...]]:
@@ -55,7 +71,7 @@ class HandlerPartitions(Struct, frozen=True, kw_only=True):
     def __str__(self) -> str:
         owned = "; ".join(f"{owner or 'no process'} owns {in_ranges(each)}" for owner, each in self.by_owner.items())
         beyond = f" ({self.active} still active)" if self.active > self.number else ""
-        return f"handler {self.handler_name!r} has {_counted(self.number)}{beyond}: {owned}"
+        return f"handler {self.handler_name!r} has {_counted(self.number)}{beyond} ({self.why}): {owned}"
 
 
 class ClusterInstance(Struct, frozen=True, kw_only=True):
@@ -154,8 +170,17 @@ def _partitions(
 
     return HandlerPartitions(
         handler_name=name, shard=shard, number=number, active=active, declared=declared,
-        owners=tuple(map(owner, range(active))),
+        owners=tuple(map(owner, range(active))), source=_source(count),
+        changed_date=None if count is None else count.changed_date,
     )  # fmt: skip
+
+
+def _source(count: PartitionCount | None) -> Literal["automatic", "operator", "code"] | None:
+    if count is None:
+        return None
+    if count.is_automatic:
+        return "automatic"
+    return "code" if count.number == count.declared > 1 else "operator"
 
 
 def _by_name(locks: Iterable[LockName]) -> dict[str, tuple[int, ...]]:

@@ -93,7 +93,7 @@ async def _too_many_locks(database: Database, namespace: str, handlers: list[Han
     locks = {one.handler_name: one.active for one in (await counts_of(database, namespace)).values()}
     for handler in handlers:
         for name in handler.names:
-            locks[name] = max(locks.get(name, 1), handler.options.partitions if name == handler.name else 1)
+            locks[name] = max(locks.get(name, 1), handler.options.declared_partitions if name == handler.name else 1)
     needed = sum(locks.values()) + 1  # fan-out
     if needed * _SHARE_OF_LOCKS <= room:
         return []
@@ -109,7 +109,17 @@ def _small_concurrency(database: Database, handlers: list[Handler]) -> Iterator[
         return
     for handler in handlers:
         limit, partitions = handler.options.concurrency, handler.options.partitions
-        if limit is not None and limit < partitions and handler.options.total_concurrency is None:
+        if limit is None or handler.options.total_concurrency is not None:
+            continue
+        if partitions == "auto":
+            if limit == 1:
+                continue  # one at a time: outboxio never shares the handler
+            yield (
+                f"handler {handler.name!r} has concurrency={limit}: if its notifications wait, outboxio shares it, and "
+                f"then each process runs up to {limit} at once; a limit for all processes together is "
+                "total_concurrency, and partitions=1 keeps the handler in one process"
+            )
+        elif limit < partitions:
             yield (
                 f"handler {handler.name!r} has concurrency={limit} and partitions={partitions}: each process runs up "
                 f"to {limit} at once, so up to {limit * partitions} in {partitions} processes; a limit for all "

@@ -192,6 +192,15 @@ class PartitionCount(Struct, frozen=True):
     """The last moment at which ``number`` was changed."""
     declared: int = 1
     """The largest number that the code of a process has asked for."""
+    auto_number: int | None = None
+    """The number that outboxio has set by the load; ``None`` if code or an operator has set ``number``."""
+    waited_date: datetime | None = None
+    """The last moment, to the hour, at which due rows waited for longer than a second; for an automatic number."""
+
+    @property
+    def is_automatic(self) -> bool:
+        """True if outboxio may change the number: neither an operator nor code has set a different number since."""
+        return self.number == self.auto_number
 
 
 def active_partitions(counts: Mapping[str, PartitionCount], handler_name: str) -> int:

@@ -49,15 +49,42 @@ ON DUPLICATE KEY UPDATE
 _SET_NUMBER = f"{_INSERT} VALUES (:namespace, :handler_name, :number, :number, 1, :now)"
 SET_NUMBER = Statement(
     f"""{_SET_NUMBER}
-ON CONFLICT (namespace, handler_name) DO UPDATE SET partitions = excluded.partitions,
-  active = greatest(handler_partitions.active, excluded.active), changed_date = excluded.changed_date
-WHERE excluded.partitions <> handler_partitions.partitions
+ON CONFLICT (namespace, handler_name) DO UPDATE SET partitions = excluded.partitions, auto_number = NULL,
+  active = greatest(handler_partitions.active, excluded.active),
+  changed_date = CASE WHEN excluded.partitions = handler_partitions.partitions
+    THEN handler_partitions.changed_date ELSE excluded.changed_date END
 """,
     mysql=f"""{_SET_NUMBER}
 ON DUPLICATE KEY UPDATE changed_date = IF(partitions = :number, changed_date, :now), partitions = :number,
-  active = GREATEST(active, :number)
+  auto_number = NULL, active = GREATEST(active, :number)
 """,
 )
+
+# --- automatic numbers ---
+
+_OF_HANDLER = "namespace = :namespace AND handler_name = :handler_name"
+_IS_AUTOMATIC = f"{_OF_HANDLER} AND auto_number = partitions"
+BEGIN_AUTOMATIC = Statement("""
+INSERT INTO eventlog.handler_partitions (namespace, handler_name, partitions, active, declared, changed_date,
+  auto_number, waited_date)
+VALUES (:namespace, :handler_name, 1, 1, 1, :now, 1, :now) {keep handler_partitions: namespace, handler_name}
+""")
+# The same statement locks the lease row shared: a process that froze must not change the number that the new owner of
+# partition 0 has chosen.
+_SET_AUTOMATIC = f"""
+UPDATE eventlog.handler_partitions SET partitions = :number, auto_number = :number,
+  active = greatest(active, :number), changed_date = :now, waited_date = :now
+WHERE {_IS_AUTOMATIC} AND partitions = :expected AND waited_date <= :waited_before
+  AND (SELECT 1 FROM eventlog.leases l WHERE l.name = :lease AND l.term = :term LIMIT 1 FOR SHARE) = 1
+"""
+SET_AUTOMATIC = Statement(_SET_AUTOMATIC, mysql=_SET_AUTOMATIC.replace("FOR SHARE", "LOCK IN SHARE MODE"))
+MAKE_AUTOMATIC = Statement(f"""
+UPDATE eventlog.handler_partitions SET auto_number = partitions, waited_date = :now
+WHERE {_OF_HANDLER} AND (auto_number IS NULL OR auto_number <> partitions)
+""")
+WAITED = Statement(f"""
+UPDATE eventlog.handler_partitions SET waited_date = :now WHERE {_IS_AUTOMATIC} AND waited_date < :before
+""")
 
 _MAY_SHRINK = "namespace = :namespace AND active > partitions AND changed_date <= :changed_before"
 SHRINKING = Query(
@@ -167,6 +194,31 @@ class PartitionTables:
     async def set_number(self, namespace: str, handler_name: str, number: int, now: datetime) -> None:
         """Spread new rows of a stored handler name over ``number`` partitions, as an operator wants it."""
         await self._port.execute(SET_NUMBER, namespace=namespace, handler_name=handler_name, number=number, now=now)
+
+    async def set_automatic(
+        self, namespace: str, lease: Lease, number: int, *, expected: int, waited_before: datetime, now: datetime
+    ) -> bool:
+        """Change an automatic number from ``expected`` to ``number``; True if it was changed.
+
+        ``lease``: the lock of partition 0. Nothing is changed under a former term, if an operator or code has set the
+        number, or if rows have waited since ``waited_before``.
+        """
+        of_handler = {"namespace": namespace, "handler_name": lease.handler_name, "now": now}
+        if expected == 1:
+            await self._port.execute(BEGIN_AUTOMATIC, **of_handler)
+        changed = await self._port.execute(
+            SET_AUTOMATIC, number=number, expected=expected, waited_before=waited_before,
+            lease=lease.name, term=lease.term, **of_handler,
+        )  # fmt: skip
+        return changed > 0
+
+    async def make_automatic(self, namespace: str, handler_name: str, now: datetime) -> None:
+        """Let outboxio change the number of a stored handler name from now on, beginning with the present number."""
+        await self._port.execute(MAKE_AUTOMATIC, namespace=namespace, handler_name=handler_name, now=now)
+
+    async def waited(self, namespace: str, handler_name: str, now: datetime, before: datetime) -> None:
+        """Write that due rows waited at ``now``, if the last such moment was before ``before``."""
+        await self._port.execute(WAITED, namespace=namespace, handler_name=handler_name, now=now, before=before)
 
     async def shrink(self, namespace: str, changed_before: datetime) -> int:
         """Lower ``active`` to ``number`` where no unfinished row is left beyond; how many handler names were changed.

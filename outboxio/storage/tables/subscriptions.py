@@ -93,14 +93,16 @@ WHERE namespace = :namespace AND handler_name = :handler_name AND ended_date IS 
 PAUSES = Query("SELECT handler_name, ended_date, paused_date FROM eventlog.pauses WHERE namespace = :namespace", Pause)
 
 # Each process reads both tables once a second: a single statement. A pause has no number of partitions.
-_PAUSES = "SELECT handler_name, ended_date, NULL, NULL, NULL FROM eventlog.pauses WHERE namespace = :namespace"
+_PAUSES = """
+SELECT handler_name, ended_date, NULL, NULL, NULL, NULL, NULL FROM eventlog.pauses WHERE namespace = :namespace
+"""
 _PARTITIONS = """
-SELECT handler_name, changed_date, partitions, active, declared FROM eventlog.handler_partitions
-WHERE namespace = :namespace
+SELECT handler_name, changed_date, partitions, active, declared, auto_number, waited_date
+FROM eventlog.handler_partitions WHERE namespace = :namespace
 """
 ORDERS = Query(
     f"{_PAUSES} UNION ALL {_PARTITIONS}",
-    tuple[str, datetime | None, int | None, int | None, int | None],
+    tuple[str, datetime | None, int | None, int | None, int | None, int | None, datetime | None],
     postgres=f"{_PARTITIONS} UNION ALL {_PAUSES}",  # the first part decides the types of the columns
     sqlite=_PAUSES,
 )
@@ -185,8 +187,8 @@ class Subscriptions:
         return Orders(
             [Pause(name, ended) for name, ended, number, *_ in rows if number is None],
             [
-                PartitionCount(name, number, active or number, changed, declared or 1)
-                for name, changed, number, active, declared in rows
+                PartitionCount(name, number, active or number, changed, declared or 1, auto, waited)
+                for name, changed, number, active, declared, auto, waited in rows
                 if number is not None and changed is not None
             ],
         )

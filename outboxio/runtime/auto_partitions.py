@@ -1,0 +1,185 @@
+"""Automatic partitions: a handler whose due rows wait is shared among the processes that have it.
+
+A handler with ``partitions="auto"`` starts whole: one process runs it, with one lock. The owner of partition 0 raises
+the number of partitions after ready rows of the handler have waited for over a second, again and again for
+``settings.spread_after``. What waits is known from memory, so a handler that keeps up costs no statement. Only then the
+owner reads which processes have the handler (``instance_reports``), and chooses four partitions for each process.
+
+The number falls to 1 after a day in which no row waited. ``handler_partitions.waited_date`` keeps that moment over
+restarts: each owner writes it at most once an hour. So the number rises with the load, stays over deployments, and
+does not go to and fro. An operator's number stands until ``admin.partitions(handler, "auto")``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from datetime import datetime, timedelta
+
+import msgspec
+
+from outboxio.dispatch.dispatcher import Dispatcher
+from outboxio.handlers.handler import Handler
+from outboxio.handlers.options import OLDER_FOR
+from outboxio.runs.ports import HandlingSetup
+from outboxio.storage.protocols import InstanceReport, PartitionCount
+from outboxio.storage.tables.partitions import PartitionTables
+from outboxio.support.log import log_of
+
+logger = log_of(__name__)
+
+LONGEST_WAIT = timedelta(seconds=1)  # of a ready row: a handler with rows that wait longer does not keep up
+LONGEST_GAP = timedelta(seconds=3)  # between two looks that found rows waiting, to count as one time
+PER_PROCESS = 4  # partitions, so that processes that come and go get even shares
+SHARE_OF_LOCKS = 8  # all automatic partitions together use at most this part of the server's room for locks
+NOTED_EVERY = timedelta(hours=1)
+FALLS_AFTER = timedelta(days=1)  # without a row that waited
+MAX_AGE_OF_REPORTS = timedelta(minutes=5)
+
+
+class HandlersOfProcess(msgspec.Struct):
+    """The part of a process's report that names its handlers."""
+
+    handlers: dict[str, msgspec.Raw] = {}
+
+
+class AutoPartitions:
+    """Chooses the numbers of partitions of the handlers of a shard, as far as the choice is left to outboxio."""
+
+    def __init__(self, setup: HandlingSetup, dispatcher: Dispatcher, changed: Callable[[], None]) -> None:
+        """``changed``: tells all processes that a number has changed."""
+        self._setup = setup
+        self._dispatcher = dispatcher
+        self._changed = changed
+        self._waiting: dict[str, tuple[datetime, datetime]] = {}
+        """By handler: since when rows have been waiting, and when that was last seen."""
+        self._most = {handler.name: _most_partitions(handler, setup) for handler in setup.handlers}
+        self._has_warned = False
+
+    async def look(self, counts: Mapping[str, PartitionCount]) -> None:
+        """Raise and lower numbers, if that is due. Call this about once a second with the present numbers."""
+        partitions = self._setup.database.partitions
+        if partitions is None:
+            return
+        await self._follow_code(partitions, counts)
+        due = self._waiting_long_enough(counts)
+        for name in due:
+            await self._raise(partitions, name, counts)
+        now = self._setup.clock()
+        for count in counts.values():
+            if count.is_automatic and count.number > 1 and count.waited_date is not None:
+                await self._note_or_lower(partitions, count, count.waited_date, now)
+
+    async def _follow_code(self, partitions: PartitionTables, counts: Mapping[str, PartitionCount]) -> None:
+        """A number in code takes the place of an automatic number."""
+        for handler in self._setup.handlers:
+            count, number = counts.get(handler.name), handler.options.declared_partitions
+            if handler.options.partitions != "auto" and count is not None and count.is_automatic:
+                await partitions.set_number(self._setup.namespace, handler.name, number, self._setup.clock())
+                self._changed()
+
+    def _waiting_long_enough(self, counts: Mapping[str, PartitionCount]) -> list[str]:
+        """The handlers whose rows have been waiting for ``spread_after``."""
+        now, spread_after = self._setup.clock(), self._setup.settings.spread_after
+        for name in self._dispatcher.waiting_names(now - LONGEST_WAIT):
+            since, last = self._waiting.get(name, (now, now))
+            self._waiting[name] = (since if now - last <= LONGEST_GAP else now, now)
+        self._waiting = {name: (since, at) for name, (since, at) in self._waiting.items() if now - at <= LONGEST_GAP}
+        due = list[str]()
+        for name, (since, last) in self._waiting.items():
+            count = counts.get(name)
+            is_open = self._most.get(name, 1) > 1 and (count is None or count.is_automatic)
+            if is_open and last == now and now - since >= spread_after:
+                due.append(name)
+        for name in due:
+            self._waiting[name] = (now, now)
+        return due
+
+    async def _raise(self, partitions: PartitionTables, name: str, counts: Mapping[str, PartitionCount]) -> None:
+        lease, setup = self._dispatcher.first_lease(name), self._setup
+        if lease is None:
+            return
+        now, present = setup.clock(), counts[name].number if name in counts else 1
+        reports = await setup.database.reports.reports(setup.namespace, now - MAX_AGE_OF_REPORTS)
+        processes = _processes_with(name, reports, now, setup.settings.spread_after)
+        if processes < 2:
+            return
+        others = sum(one.number for key, one in counts.items() if key != name and one.is_automatic and one.number > 1)
+        room = await setup.database.lock_room()
+        number = number_for(processes, self._most[name], None if room is None else room // SHARE_OF_LOCKS - others)
+        if number <= present:
+            if number < number_for(processes, self._most[name], None) and not self._has_warned:
+                self._has_warned = True
+                logger.warning(
+                    "handler %r stays at %d partitions: all automatic partitions together have an eighth of the %d "
+                    "locks of the server; raise max_locks_per_transaction", name, present, room, handler=name,
+                )  # fmt: skip
+            return
+        if name in await partitions.names_of_older(setup.namespace, now - OLDER_FOR):
+            return
+        if await partitions.set_automatic(
+            setup.namespace, lease, number, expected=present, waited_before=datetime.max, now=now
+        ):
+            logger.info(
+                "handler %r: %d partitions from now on, for %d processes: its notifications have been waiting for %d s",
+                name, number, processes, setup.settings.spread_after.total_seconds(), handler=name, partitions=number,
+            )  # fmt: skip
+            self._changed()
+
+    async def _note_or_lower(
+        self, partitions: PartitionTables, count: PartitionCount, waited: datetime, now: datetime
+    ) -> None:
+        """Write that rows have waited, or lower the number after a day without such rows."""
+        name, lease = count.handler_name, self._dispatcher.first_lease(count.handler_name)
+        if name in self._waiting:
+            if waited < now - NOTED_EVERY:
+                await partitions.waited(self._setup.namespace, name, now, now - NOTED_EVERY)
+            return
+        before = now - FALLS_AFTER
+        if lease is None or waited >= before:
+            return
+        if await partitions.set_automatic(
+            self._setup.namespace, lease, 1, expected=count.number, waited_before=before, now=now
+        ):
+            logger.info(
+                "handler %r: 1 partition from now on, because no notification has waited for a day", name,
+                handler=name, partitions=1,
+            )  # fmt: skip
+            self._changed()
+
+
+def number_for(processes: int, most: int, room: int | None) -> int:
+    """The number of partitions for so many processes: a power of two, 4 for each process or the next larger.
+
+    ``most``: of the handler. ``room``: the locks that are left; ``None`` without such a limit.
+
+    Example::
+
+        number_for(3, 64, None)   # 16
+    """
+    if processes < 2:
+        return 1
+    wanted = min(PER_PROCESS * processes, most)
+    number = 1
+    while number < wanted:
+        number *= 2
+    limit = most if room is None else min(most, max(1, room))
+    while number > limit:
+        number //= 2
+    return number
+
+
+def _processes_with(name: str, reports: Collection[InstanceReport], now: datetime, present_for: timedelta) -> int:
+    """The number of live processes that run a handler and have been there for a while; this process is one."""
+    long_ago = now - present_for
+    return sum(
+        report.is_alive(now)
+        and report.started_date <= long_ago
+        and name in msgspec.json.decode(report.report, type=HandlersOfProcess).handlers
+        for report in reports
+    )
+
+
+def _most_partitions(handler: Handler, setup: HandlingSetup) -> int:
+    """The largest number that may be chosen. Strict priority holds within a process."""
+    types = {one.event_type for one in setup.handlers.wanted_by(handler)}
+    return 1 if types & setup.handlers.strict_types() else handler.options.most_partitions
