@@ -322,7 +322,7 @@ async def test_partitions_set_the_number_for_all_processes(command: Command, sho
     ("arguments", "because"),
     [
         (["shipp"], "did you mean 'ship'?"),
-        (["ship", "65"], "expected a whole number from 1 to 64"),
+        (["ship", "65"], "expected 'auto', or a whole number from 1 to 64"),
         (["ship", "8"], "sqlite, which has one writer"),
     ],
 )

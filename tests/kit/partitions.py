@@ -24,7 +24,7 @@ from outboxio.storage.protocols import Instance, PartitionCount, SeenLease
 HEARTBEAT = 5.0
 SILENCE = 1.8 * HEARTBEAT  # after which the server ends the session of a frozen process
 ROUND = 0.2
-VIEW_EVERY = 1.0  # between two views of a process that has its share, at most
+VIEW_EVERY = 0.5  # between two views of a process that has its share, at most
 QUIET = 30.0  # the seconds without a move at the end of a run
 START = datetime(2026, 1, 1)
 
