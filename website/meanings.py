@@ -67,7 +67,7 @@ COLUMNS = {
     "aliases": "former names of the handler",
     "applied_date": "the moment at which the file was applied",
     "attempts": "runs that came to an end",
-    "auto_number": "the number that outboxio has set by the load; NULL or another number: set by an operator or in code",
+    "auto_number": "the number that outboxio has set by the load; different: set by an operator or in code",
     "available_at": "handlers start from this moment; NULL for at once",
     "causation_id": "the event whose handler has recorded this event",
     "changed_date": "the last change of the number",

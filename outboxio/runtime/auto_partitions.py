@@ -57,14 +57,13 @@ class AutoPartitions:
 
     async def look(self, counts: Mapping[str, PartitionCount]) -> None:
         """Raise and lower numbers, if that is due. Call this about once a second with the present numbers."""
-        partitions = self._setup.database.partitions
-        if partitions is None:
+        partitions, now = self._setup.database.partitions, self._setup.clock()
+        waiting = self._dispatcher.waiting_names(now - LONGEST_WAIT)
+        if partitions is None or not (waiting or self._waiting or counts):
             return
         await self._follow_code(partitions, counts)
-        due = self._waiting_long_enough(counts)
-        for name in due:
+        for name in self._waiting_long_enough(waiting, counts, now):
             await self._raise(partitions, name, counts)
-        now = self._setup.clock()
         for count in counts.values():
             if count.is_automatic and count.number > 1 and count.waited_date is not None:
                 await self._note_or_lower(partitions, count, count.waited_date, now)
@@ -77,10 +76,11 @@ class AutoPartitions:
                 await partitions.set_number(self._setup.namespace, handler.name, number, self._setup.clock())
                 self._changed()
 
-    def _waiting_long_enough(self, counts: Mapping[str, PartitionCount]) -> list[str]:
-        """The handlers whose rows have been waiting for ``spread_after``."""
-        now, spread_after = self._setup.clock(), self._setup.settings.spread_after
-        for name in self._dispatcher.waiting_names(now - LONGEST_WAIT):
+    def _waiting_long_enough(
+        self, waiting: Collection[str], counts: Mapping[str, PartitionCount], now: datetime
+    ) -> list[str]:
+        """The handlers whose rows have been waiting for ``spread_after``. ``waiting``: those with such rows now."""
+        for name in waiting:
             since, last = self._waiting.get(name, (now, now))
             self._waiting[name] = (since if now - last <= LONGEST_GAP else now, now)
         self._waiting = {name: (since, at) for name, (since, at) in self._waiting.items() if now - at <= LONGEST_GAP}
@@ -88,7 +88,7 @@ class AutoPartitions:
         for name, (since, last) in self._waiting.items():
             count = counts.get(name)
             is_open = self._most.get(name, 1) > 1 and (count is None or count.is_automatic)
-            if is_open and last == now and now - since >= spread_after:
+            if is_open and last == now and now - since >= self._setup.settings.spread_after:
                 due.append(name)
         for name in due:
             self._waiting[name] = (now, now)

@@ -177,11 +177,11 @@ class Membership:
 
     def look_delay(self) -> float:
         """The seconds until the next view is due."""
-        if self._is_moving or self._share.is_short:
+        share = self._share
+        if share.is_shared and (self._is_moving or share.is_short):
             return LOOK_DELAY
-        return (
-            min(REST_DELAY, self._member.heartbeat) if self._member.is_woken and self._share.is_at_rest else POLL_DELAY
-        )
+        is_at_rest = not share.is_shared or (self._member.is_woken and share.is_at_rest)
+        return min(REST_DELAY, self._member.heartbeat) if is_at_rest else POLL_DELAY
 
     async def look_once(self) -> RoundResult:
         """Write that this process lives, if that is due, and read the view."""

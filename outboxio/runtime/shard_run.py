@@ -80,7 +80,8 @@ class ShardRun:
             seen_since=self.announcer.seen_since, expired=self._expired, hears_of_partitions=roles.handling,
             purged=shard.statistics.purged_from,
         )  # fmt: skip
-        self._auto = None if drains else AutoPartitions(setup, self.dispatcher, shard.partitions_changed)
+        may_share = shard.database.partitions is not None and not drains
+        self._auto = AutoPartitions(setup, self.dispatcher, shard.partitions_changed) if may_share else None
         self._declarations = Declarations(namespace, shard.database.partitions, environment.handlers, shard.clock)
         self._reporting = RunReporting(self, roles, fans_out=self._holds_fanout, drains=drains)
         services = Services(

@@ -246,7 +246,7 @@ async def _owns(outbox: Outbox, handler: str, expected: tuple[int, ...]) -> bool
 async def test_a_number_outside_of_1_to_64_is_refused(outbox: Outbox, number: Any) -> None:
     outbox.handler(MoneyDeposited, name="score")(Journal())
 
-    with pytest.raises(ConfigurationError, match="expected .auto., or a whole number from 1 to 64"):
+    with pytest.raises(ConfigurationError, match=r"expected .auto., or a whole number from 1 to 64"):
         await outbox.admin.partitions("score", number)
 
 

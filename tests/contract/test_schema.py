@@ -29,8 +29,9 @@ CONTRACT = "0006_partitions_contract.sql"
 NEIGHBOURS = "0009_neighbours.sql"
 """Defaults for writers of other tools, which have no tables of these names on SQLite."""
 PRIMARY_KEYS = "0010_primary_keys.sql"
+AUTOMATIC = "0011_automatic_partitions.sql"
 """A primary key for the table that has only a unique key on MySQL and MariaDB."""
-NEWEST = {"postgres": 9, "mysql": 10, "mariadb": 10, "sqlite": 8}
+NEWEST = {"postgres": 11, "mysql": 11, "mariadb": 11, "sqlite": 8}
 
 IDS = ("id", "action_id", "event_id", "notification_id")
 
@@ -67,7 +68,7 @@ COLUMNS = {
 }
 #: The tables of partitions, which SQLite lacks.
 SHARED = {
-    "handler_partitions": "namespace handler_name partitions active declared changed_date",
+    "handler_partitions": "namespace handler_name partitions active declared changed_date auto_number? waited_date?",
     "instances": "namespace instance names started_date last_seen_date",
 }
 SUBSCRIPTIONS = f"{COLUMNS['subscriptions']} partitioned_seen_date? older_seen_date?"
@@ -82,7 +83,7 @@ def files_in(dialect: str) -> list[str]:
     """The files that a database without tables gets."""
     if dialect == "sqlite":
         return FILES
-    return sorted([*FILES, CONTRACT, NEIGHBOURS]) + [PRIMARY_KEYS] * (dialect != "postgres")
+    return sorted([*FILES, CONTRACT, NEIGHBOURS]) + [PRIMARY_KEYS] * (dialect != "postgres") + [AUTOMATIC]
 
 
 def versions_of(files: Iterable[str]) -> list[int]:
@@ -369,7 +370,7 @@ async def test_text_is_compared_byte_for_byte(make_outbox: MakeOutbox, look: Loo
     values = {
         "version": "1", "delivered": "FALSE", "ordered": "FALSE", "sequence": "1", "hops": "0", "attempts": "0",
         "priority": "0", "term": "1", "released_term": "0", "starts": "1",
-        "partition_number": "0", "partitions": "1", "active": "1", "declared": "1", "succeeded": "1", "failed": "0",
+        "partition_number": "0", "partitions": "1", "active": "1", "declared": "1", "auto_number": "1", "succeeded": "1", "failed": "0",
         "dead": "0", "expired": "0", "skipped": "0", "duration_us": "1", "delay_seconds": "1", "matched": "1",
         "done": "0", "refused": "0", "stop_ordered": "FALSE", "missed": "0", "lease_term": "1",
     }  # fmt: skip
