@@ -370,7 +370,8 @@ async def test_text_is_compared_byte_for_byte(make_outbox: MakeOutbox, look: Loo
     values = {
         "version": "1", "delivered": "FALSE", "ordered": "FALSE", "sequence": "1", "hops": "0", "attempts": "0",
         "priority": "0", "term": "1", "released_term": "0", "starts": "1",
-        "partition_number": "0", "partitions": "1", "active": "1", "declared": "1", "auto_number": "1", "succeeded": "1", "failed": "0",
+        "partition_number": "0", "partitions": "1", "active": "1", "declared": "1", "auto_number": "1",
+        "succeeded": "1", "failed": "0",
         "dead": "0", "expired": "0", "skipped": "0", "duration_us": "1", "delay_seconds": "1", "matched": "1",
         "done": "0", "refused": "0", "stop_ordered": "FALSE", "missed": "0", "lease_term": "1",
     }  # fmt: skip
