@@ -11,7 +11,7 @@ Three things go on at the same time:
 The three meet in the core (``state.py``, ``core.py``): counts, queues, rows in flight, scheduler and settler. Each part
 gets the core, knows only earlier parts, and calls no later part::
 
-    state, scheduler, settler, core, watchdog, rests, limits, intake, workers, finder, handoffs, dispatcher
+    state, scheduler, settler, core, watchdog, rests, limits, intake, workers, transfers, finder, handoffs, dispatcher
 
 A slot that moves to another process is halted first: none of its rows starts any more, and what runs is settled
 (:meth:`Dispatcher.halt`). ``limits.py`` divides a limit of the whole cluster among slots, ``slots.py`` divides a read
@@ -80,6 +80,7 @@ class Dispatcher:
             core.partitions, start=intake.start, release=core.in_flight.release, skip=intake.skip,
         )  # fmt: skip
         self._finder = Finder(core, intake, self._gate)
+        self.transfers = self._finder.transfers
         self._handoffs = Handoffs(core, intake, self._finder)
         self._sickness = Sickness(core)
 

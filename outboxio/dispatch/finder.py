@@ -18,6 +18,7 @@ from datetime import datetime
 from outboxio.dispatch.core import Core
 from outboxio.dispatch.intake import Intake
 from outboxio.dispatch.slots import Counts, Rehoming, SlotShares, Waking
+from outboxio.dispatch.transfers import Transfers
 from outboxio.loops.loop import RoundResult
 from outboxio.model.notification import BEGINNING, DueQuery, Handoff, Notification, flaw_in, slot_of
 from outboxio.runs.cursor import SWEEP_IN_FLIGHT, HandlerCursor
@@ -36,6 +37,7 @@ class Finder:
         self.pace = Pace()
         self.rehoming = Rehoming(core)
         self.waking = Waking(core)
+        self.transfers = Transfers(core)
         self._partitions = core.partitions
         self.needs_admission = intake.needs_admission
         self._gate = gate
@@ -57,6 +59,8 @@ class Finder:
             rehomes = self.rehoming.is_wanted and self._state.may_start(now) and not self._guard.is_active
             if rehomes:
                 await self.rehoming.rehome_once()
+            if self.transfers.is_wanted:
+                await self.transfers.answer_all(may_move=self._state.may_start(now) and not self._guard.is_active)
             if self.waking.is_wanted(now) and self._state.may_start(now):
                 rehomes |= await self.waking.wake_once(now)
             moved = await self._move_up(now) if self.needs_admission else 0
@@ -237,6 +241,7 @@ class Finder:
             self._state.find_alarm.set(moment)
 
     def stop_timer(self) -> None:
+        self.transfers.stop_timer()
         if self._sweep_timer is not None:
             self._sweep_timer.cancel()
 

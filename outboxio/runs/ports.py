@@ -35,6 +35,20 @@ class HandlingSetup(Struct, frozen=True):
         return self.context.namespace
 
 
+class WorkNote(Struct, frozen=True, omit_defaults=True):
+    """What a process tells other processes about the ready rows of a handler (``dispatch/transfers.py``)."""
+
+    handler_name: str
+    to: str = ""
+    """The process that should read the note; empty for all processes."""
+    rows: int = 0
+    """In an offer: the rows that wait in the sender for a run."""
+    free: int = 0
+    """In a request, above 0: the rows that the sender could start now."""
+    partition: int = 0
+    """In a request: the partition into which the rows should be moved."""
+
+
 class LockTrust(Protocol):
     """The lock manager, for dispatch."""
 
@@ -56,6 +70,9 @@ class WakeUps(Protocol):
 
     def moved(self) -> None:
         """Notifications became due in a partition of any process, behind the rows that the process has read."""
+
+    def send_note(self, note: WorkNote) -> None:
+        """Send a note to other processes. It may be lost."""
 
 
 class StuckRows:

@@ -57,9 +57,12 @@ class AutoPartitions:
 
     async def look(self, counts: Mapping[str, PartitionCount]) -> None:
         """Raise and lower numbers, if that is due. Call this about once a second with the present numbers."""
-        partitions, now = self._setup.database.partitions, self._setup.clock()
+        partitions = self._setup.database.partitions
+        if partitions is None:
+            return
+        now = self._setup.clock()
         waiting = self._dispatcher.waiting_names(now - LONGEST_WAIT)
-        if partitions is None or not (waiting or self._waiting or counts):
+        if not (waiting or self._waiting or counts):
             return
         await self._follow_code(partitions, counts)
         for name in self._waiting_long_enough(waiting, counts, now):

@@ -12,11 +12,13 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 from uuid import UUID
 
+import msgspec
+
 from outboxio.errors import ConfigurationError
 from outboxio.model.emitter import Emitter
 from outboxio.model.envelope import HandlerContext
 from outboxio.model.event import EventRecord
-from outboxio.runs.ports import HandlingSetup, StuckRows
+from outboxio.runs.ports import HandlingSetup, StuckRows, WorkNote
 from outboxio.runtime.environment import Environment, Roles
 from outboxio.runtime.wakeups import WakeupSender
 from outboxio.statistics.shard import ShardStatistics
@@ -37,6 +39,9 @@ if TYPE_CHECKING:
 
 # The subjects of wake-ups between processes.
 EVENTS, NOTIFICATIONS, LOCKS, MOVED = "events", "notifications", "locks", "moved"
+WORK = "work"  # with notes: a pair of the sender and a list
+MOST_NOTES = 10  # of a message, which has room for 8,000 bytes on PostgreSQL
+_NOTES = msgspec.json.Decoder(tuple[str, list[WorkNote]])
 
 
 class ShardRuntime:
@@ -68,6 +73,8 @@ class ShardRuntime:
         self._wakes = {
             kind: WakeupSender(self._sender(kind), self.name) for kind in (EVENTS, NOTIFICATIONS, LOCKS, MOVED)
         }
+        self._wakes[WORK] = WakeupSender(self._send_notes, self.name)
+        self._notes: list[WorkNote] = []
         self.work: ShardRun | None = None
         self._inline: InlineRunner | None = None
         self.stuck = StuckRows(self._came_back)
@@ -120,6 +127,11 @@ class ShardRuntime:
         """After a change of the number of partitions, notifications became due behind the reads of other processes."""
         self._wake_others(MOVED)
 
+    def send_note(self, note: WorkNote) -> None:
+        """Tell other processes which rows wait here, or that runs are free."""
+        self._notes.append(note)
+        self._wake_others(WORK)
+
     def gave_back(self) -> None:
         """This process has given locks of shared handlers back, or leaves."""
         self._wake_others(LOCKS)
@@ -166,7 +178,12 @@ class ShardRuntime:
         kind, _, sender = payload.partition(" ")
         if self.work is None or sender == self.environment.owner:
             return
-        if kind == EVENTS:
+        if kind == WORK:
+            sender, notes = _NOTES.decode(sender)
+            for note in notes:
+                if sender != self.environment.owner and note.to in ("", self.environment.owner):
+                    self.work.dispatcher.transfers.heard(sender, note)
+        elif kind == EVENTS:
             self.work.signals.fan_out.set()
         elif kind == NOTIFICATIONS:
             self.work.find_for_other_clocks()
@@ -189,6 +206,13 @@ class ShardRuntime:
     def _sender(self, kind: str) -> Callable[[], Awaitable[None]]:
         environment = self.environment
         return lambda: self.database.notify(environment.channel, f"{kind} {environment.owner}")
+
+    async def _send_notes(self) -> None:
+        notes, self._notes = self._notes[:MOST_NOTES], self._notes[MOST_NOTES:]
+        payload = msgspec.json.encode((self.environment.owner, notes)).decode()
+        await self.database.notify(self.environment.channel, f"{WORK} {payload}")
+        if self._notes:
+            self._wakes[WORK].send_soon()
 
     def _came_back(self) -> None:
         """A stuck run has ended. The run may belong to an earlier shard run."""

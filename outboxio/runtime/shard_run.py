@@ -80,8 +80,7 @@ class ShardRun:
             seen_since=self.announcer.seen_since, expired=self._expired, hears_of_partitions=roles.handling,
             purged=shard.statistics.purged_from,
         )  # fmt: skip
-        may_share = shard.database.partitions is not None and not drains
-        self._auto = AutoPartitions(setup, self.dispatcher, shard.partitions_changed) if may_share else None
+        self._auto = AutoPartitions(setup, self.dispatcher, shard.partitions_changed)
         self._declarations = Declarations(namespace, shard.database.partitions, environment.handlers, shard.clock)
         self._reporting = RunReporting(self, roles, fans_out=self._holds_fanout, drains=drains)
         services = Services(
@@ -106,8 +105,7 @@ class ShardRun:
             is_woken=database.wakes_across_processes and settings.notify,
         )
         membership = Membership(
-            member, database.partitions, share, shard.clock, self.signals,
-            control=self,
+            member, database.partitions, share, shard.clock, self.signals, control=self
         )  # fmt: skip
         if self._roles.handling and (database.partitions is None or not environment.may_share):
             membership.heed(environment.handlers.names_to_run, {})  # the locks are taken before the first announcement
@@ -331,8 +329,8 @@ class ShardRun:
             self.dispatcher.heed_partitions(counts)
             self.housekeeping.heed_partitions(orders.partitions)
             self.membership.heed(self.shard.environment.handlers.names_to_run, counts)
-            if self._auto is not None:
-                await self._auto.look(counts)
+            self.dispatcher.transfers.offer()
+            await self._auto.look(counts)
         return RoundResult(0)
 
     def stood_still(self, seconds: float) -> None:

@@ -822,6 +822,59 @@ async def in_transaction(url: str, statement: str) -> AsyncIterator[None]:
         yield
 
 
+# --- handing rows over ---------------------------------------------------------------------------
+
+
+async def transfer(store: Shared, lease: Lease, rows: Sequence[NotificationRecord], target: int) -> int:
+    return await store.partitions.transfer("app", lease, [row.id for row in rows], target)
+
+
+async def test_ready_rows_of_a_slot_move_into_a_given_partition(moved: Shared) -> None:
+    lease, rows = await moved.held(Slot("mail")), await moved.rows("mail")
+    before = {row.id: row.updated_date for row in rows}
+    elsewhere, *given = rows[:8]
+    await moved.alter("partition_number = 9", id=str(elsewhere.id))
+    states = ["FAILED", "BLOCKED", "SUCCEEDED", "DEAD", "EXPIRED", "SKIPPED"]
+    for row, state in zip(given, states, strict=False):
+        await moved.alter(f"state = '{state}'", id=str(row.id))
+
+    assert await transfer(moved, lease, rows[:8], 5) == 2
+
+    places = {row.id: row.partition_number for row in await moved.rows("mail")}
+    assert {id for id, place in places.items() if place == 5} == {given[0].id, given[6].id}
+    assert places[elsewhere.id] == 9, "the row is of another slot meanwhile"
+    assert {row.id: row.updated_date for row in await moved.rows("mail")} == before, "no run has ended"
+    assert set((await moved.numbers("ledger")).values()) == {0}
+
+
+async def test_no_row_is_handed_over_under_a_term_that_is_over(moved: Shared) -> None:
+    lease, rows = await moved.held(Slot("mail")), await moved.rows("mail")
+    await moved.look.fetch("UPDATE {leases} SET term = term + 1")
+
+    assert await transfer(moved, lease, rows, 5) == 0
+    assert await transfer(moved, Lease("app/dispatch/nobody", "mail", lease.term), rows, 5) == 0
+    assert await transfer(moved, await moved.held(Slot("mail")), rows, 5) == len(rows)
+
+
+async def test_no_row_is_handed_over_into_a_partition_that_may_be_given_up(moved: Shared) -> None:
+    lease, rows = await moved.held(Slot("mail")), await moved.rows("mail")
+    await moved.set_number("mail", 5)
+
+    assert await transfer(moved, lease, rows, 5) == 0
+    assert await transfer(moved, lease, rows, 4) == len(rows)
+
+
+async def test_handing_over_waits_for_a_new_holder_and_moves_nothing_afterwards(moved: Shared, server_url: str) -> None:
+    lease, rows = await moved.held(Slot("mail")), await moved.rows("mail")
+    raise_term = moved.look.named(f"UPDATE {{leases}} SET term = term + 1 WHERE name = '{lease.name}'")
+    async with in_transaction(server_url, raise_term):
+        frozen = asyncio.create_task(transfer(moved, lease, rows, 5))
+        await eventually(lambda: acts_on(server_url).held_up("partition_number"))
+        assert not frozen.done()
+
+    assert await frozen == 0
+
+
 async def test_partitions_beyond_a_smaller_number_are_emptied(spread: Shared) -> None:
     await spread.set_number("ledger", 2)
 

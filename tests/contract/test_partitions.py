@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable
 from decimal import Decimal
 from typing import Any
@@ -176,6 +176,31 @@ async def test_a_backlog_is_moved_to_the_partitions_that_its_rows_belong_to(
         await first.admin.unpause("score")
         await eventually(lambda: fleet.number == 2500)
     assert len(fleet.by_process) == 2
+
+
+@pytest.mark.not_on("mysql", "mariadb", why="processes ask for rows by wake-ups between processes")
+async def test_a_process_with_free_runs_is_handed_the_rows_that_wait_for_a_long_run(make_outbox: MakeOutbox) -> None:
+    runs, is_open = list[tuple[str, int]](), asyncio.Event()
+    first, second = [await make_outbox() for _ in range(2)]
+
+    def handler(process: str) -> Callable[[Any], Awaitable[None]]:
+        async def handle(envelope: Envelope) -> None:
+            runs.append((process, int(envelope.event.amount)))
+            if process == "first":
+                await is_open.wait()
+
+        return handle
+
+    for outbox, process in ((first, "first"), (second, "second")):
+        outbox.handler(MoneyDeposited, name="score", partitions=4, concurrency=1)(handler(process))
+    async with first.running(), second.running():
+        await eventually(lambda: len(slots_of(first)) == len(slots_of(second)) == 2, timeout=SHARED_WITHIN)
+        await first.executor.execute(Emit(tuple(range(40))))
+        await eventually(lambda: len(runs) == 40)
+        assert Counter(process for process, _ in runs) == {"first": 1, "second": 39}
+        is_open.set()
+        await eventually(lambda: all_are_settled(first, 40))
+    assert sorted(amount for _, amount in runs) == list(range(40)), "each row is run once"
 
 
 @pytest.mark.real_time("waits until the process reads no more often than at rest")

@@ -30,7 +30,7 @@ from outboxio.runs.cursor import Cursors, HandlerCursor, Partitions
 from outboxio.runs.handler_queue import HandlerQueue, HandlerSpec
 from outboxio.runs.key_queues import KeyQueues
 from outboxio.runs.poison import PoisonGuard
-from outboxio.runs.ports import HandlingSetup, StuckRows
+from outboxio.runs.ports import HandlingSetup, StuckRows, WorkNote
 from outboxio.runs.run import Run
 from outboxio.settings import Settings
 from outboxio.storage.protocols import PartitionCount
@@ -97,6 +97,7 @@ class Database:
     ordering: Any = None
     partitions: Any = None
     handler_transactions = 4
+    sends_text = True
 
     def __init__(self) -> None:
         self.notifications = Table()
@@ -128,6 +129,7 @@ class WakeUps:
 
     def __init__(self) -> None:
         self.told: list[str] = []
+        self.notes: list[WorkNote] = []
 
     def committed(self) -> None: ...
 
@@ -136,6 +138,9 @@ class WakeUps:
 
     def moved(self) -> None:
         self.told.append("moved")
+
+    def send_note(self, note: WorkNote) -> None:
+        self.notes.append(note)
 
 
 class Invoker:

@@ -117,6 +117,7 @@ CALLS = ServerCalls(is_usable, hang_up, drop, waits_for, sessions_of)
 
 class MysqlDatabase(ServerDatabase[LoopConnection], Tables):
     stores_nul = True
+    sends_text = False
     wakes_across_processes = False
     _place_of = staticmethod(where)
     _connect_errors = (OSError, OverflowError, RuntimeError, driver.MySQLError)

@@ -94,6 +94,7 @@ class PostgresDatabase(ServerDatabase[LoopConnection], Tables):
     _connect_errors = (OSError, OverflowError, asyncpg.PostgresError, asyncpg.InterfaceError, InternalClientError)
     _size_option = "max_size"
     stores_nul = False
+    sends_text = True
     check_numbers = staticmethod(kept_by_numeric)
     wakes_across_processes = True
 

@@ -112,6 +112,11 @@ class Database(Protocol):
         ...
 
     @property
+    def sends_text(self) -> bool:
+        """True if the payload of :meth:`notify` reaches all processes, and not only the fact that there is one."""
+        ...
+
+    @property
     def encoding(self) -> TextEncoding:
         """The characters that the database can store; known after the first connection."""
         ...

@@ -42,6 +42,7 @@ class SqliteDatabase(Tables):
     stores_nul = True
     check_numbers = None
     encoding = UTF_8
+    sends_text = False
     wakes_across_processes = False
 
     def __init__(

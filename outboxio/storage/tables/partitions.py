@@ -166,6 +166,13 @@ WHERE {ids n.id :ids} AND n.partition_number = :partition AND coalesce(n.state, 
   AND (SELECT 1 FROM eventlog.leases l WHERE l.name = :lease AND l.term = :term LIMIT 1 FOR SHARE) = 1
 """
 REHOME = Statement(_REHOME, mysql=_REHOME.replace("FOR SHARE", "LOCK IN SHARE MODE"))
+# Into a partition of another process, but not beyond the partitions that get new rows: SHRINK may have found those
+# empty, and then no process reads them.
+_TRANSFER = f"""{_REHOME.replace("= {partition}", "= :target")}
+  AND (SELECT 1 FROM eventlog.handler_partitions h WHERE h.namespace = :namespace AND h.handler_name = :handler_name
+    AND h.partitions > :target LIMIT 1) = 1
+"""
+TRANSFER = Statement(_TRANSFER, mysql=_TRANSFER.replace("FOR SHARE", "LOCK IN SHARE MODE"))
 
 # --- the tables ------------------------------------------------------------------------------------
 
@@ -279,3 +286,13 @@ class PartitionTables:
         own = {"partition": lease.partition, "lease": lease.name, "term": lease.term}
         moved = await self._port.execute(REHOME, ids=ids, **own) if ids else 0
         return Rehomed(moved, last)
+
+    async def transfer(self, namespace: str, lease: Lease, ids: Collection[UUID], target: int) -> int:
+        """Move these rows of a slot into another partition of the handler name; how many rows were moved.
+
+        ``lease``: the lock of the slot; no row moves unless the lease row has this name and term. No row moves either
+        if new rows do not go into the partition ``target`` any more.
+        """
+        own = {"partition": lease.partition, "lease": lease.name, "term": lease.term}
+        scope = {"namespace": namespace, "handler_name": lease.handler_name}
+        return await self._port.execute(TRANSFER, ids=sorted(ids), target=target, **own, **scope)
