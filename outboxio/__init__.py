@@ -63,6 +63,7 @@ from outboxio.errors import (
 )
 from outboxio.handlers.handler import EventHandler
 from outboxio.handlers.options import Batch, Delivery, OnDeadKey
+from outboxio.handlers.rate import Rate
 from outboxio.handlers.registration import Around, Handlers
 from outboxio.jobs.job import Job
 from outboxio.locks.keyed_lock import KeyedLock
@@ -237,6 +238,7 @@ __all__ = [
     "PoolExhausted",
     "PoolTooSmall",
     "PooledConnection",
+    "Rate",
     "Received",
     "Redact",
     "RegistrationError",

@@ -118,6 +118,7 @@ COLUMNS = {
     "namespace": "the service",
     "next_date": "the next moment of the schedule",
     "next_retry_at": "due from this moment",
+    "next_us": "the time up to which all starts are reserved, in microseconds since 1970",
     "notification_id": "`event_notifications.id`",
     "older_seen_date": "the last announcement by a process of an older version",
     "ordered": "true for `ordered=True`",

@@ -33,6 +33,7 @@ from outboxio.dispatch.core import Core
 from outboxio.dispatch.finder import Finder, Handoffs
 from outboxio.dispatch.intake import Intake
 from outboxio.dispatch.limits import TotalLimits
+from outboxio.dispatch.rates import Rates
 from outboxio.dispatch.rests import Rests
 from outboxio.dispatch.scheduler import JobTransactions
 from outboxio.dispatch.state import shared_of
@@ -72,6 +73,7 @@ class Dispatcher:
         self._state, self._settler = core.state, core.settler
         self._pauses: dict[str, Pause] | None = None
         self._watchdog, self._rests, self._limits = Watchdog(core), Rests(core), TotalLimits(core)
+        self._rates = Rates(core)
         self._intake = intake = Intake(core)
         self._workers = WorkerPool(core, intake, self._watchdog, self._rests)
         self._gate = AdmissionGate(
@@ -114,6 +116,8 @@ class Dispatcher:
             cursor = self._cursors.take(slot, self._queues[id(handler)], lease)
             cursor.in_flight = self._core.in_flight.count(slot)
             self._core.guard.taken(cursor)
+            if (gate := cursor.queue.quota.gate) is not None:
+                gate.begin_anew()
             self._gate.stranded.sweep_soon()
             self._opened(cursor)
 
@@ -174,14 +178,19 @@ class Dispatcher:
         for cursor in self._cursors:
             if cursor.slot.handler_name in changed:
                 self._finder.rehoming.want(cursor.slot)
+                if (gate := cursor.queue.quota.gate) is not None:
+                    gate.begin_anew()
         self._state.signals.find.set()
 
     def waiting_names(self, since: datetime) -> set[str]:
         """The stored handler names with ready rows that have been due since a moment, and wait for their turn only."""
         return {
-            run.notification.handler_name
+            queue.ready[0].notification.handler_name
             for queue in self._core.queues
-            if queue.ready and queue.quota.rest is None and (run := queue.ready[0]).notification.next_retry_at < since
+            if queue.ready
+            and queue.quota.rest is None
+            and not queue.is_rate_limited
+            and queue.ready[0].notification.next_retry_at < since
         }
 
     def first_lease(self, handler_name: str) -> Lease | None:
@@ -322,6 +331,6 @@ class Dispatcher:
                     self._watchdog.keep(run)
         self._watchdog.report_stuck()
         await self._settler.settle_all(max(deadline, loop.time() + min(grace, LONGEST_GRACE)), patience=LONGEST_GRACE)
-        for part in (self._settler, self._watchdog, self._finder, self._intake, self._limits, self._rests):
+        for part in (self._settler, self._watchdog, self._finder, self._intake, self._limits, self._rests, self._rates):
             part.stop_timer()
         self._state.find_alarm.cancel()

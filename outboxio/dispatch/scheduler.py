@@ -123,7 +123,9 @@ class Scheduler:
             ready, running, spec = queue.ready, queue.running, queue.spec
             if not ready or len(running) >= queue.limit:
                 continue
-            claim = queue.claim
+            gate, claim = queue.quota.gate, queue.claim
+            if gate is not None and not gate.may_start():
+                continue
             if claim is not None and not self.transactions.may_take(claim):
                 self._short.setdefault(queue, queue.listed_at)
                 continue
@@ -134,7 +136,7 @@ class Scheduler:
                 continue
             if claim is not None:
                 self.transactions.take(claim)
-            run = ready.popleft()
+            run = ready.popleft() if gate is None else gate.take()
             running[run] = None
             state.ready -= 1
             state.running += 1

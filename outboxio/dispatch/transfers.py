@@ -11,8 +11,8 @@ Only rows that are ready move: they are in flight here, so no read starts them m
 They move between two find rounds and under the term of the slot's lock, as in re-homing, so a process that froze moves
 no row that the new holder of the slot runs. Notes are hints: a lost one delays a transfer, and no row depends on it.
 
-Left out are handlers whose rows have to wait for other rows, batches, and handlers with a single partition. A handler
-that keeps up sends nothing.
+Left out are handlers whose rows have to wait for other rows or for a rate, batches, and handlers with one partition. A
+handler that keeps up sends nothing.
 """
 
 from __future__ import annotations
@@ -198,5 +198,5 @@ class Transfers:
 
 
 def _may_move(queue: HandlerQueue) -> bool:
-    """True if a ready row of a handler waits for no other row, in any process."""
-    return queue.spec.batch is None and not queue.spec.needs_admission
+    """True if a ready row of a handler waits for nothing but a free run."""
+    return queue.spec.batch is None and not queue.spec.needs_admission and queue.handler.options.rate is None

@@ -267,7 +267,8 @@ class Sickness:
         due_by = as_micros(self._clock()) - LONG_DUE
         rows = self._in_flight.rows.values()
         return any(
-            run.notification.next_retry_us < due_by and run.queue not in busy and run.queue.quota.rest is None
+            run.notification.next_retry_us < due_by
+            and not (run.queue in busy or run.queue.quota.rest is not None or run.queue.is_rate_limited)
             for run in rows
         )
 

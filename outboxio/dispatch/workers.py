@@ -126,7 +126,7 @@ class WorkerPool:
         """
         queue, spec, settler, time = run.queue, run.queue.spec, self._settler, asyncio.get_running_loop().time
         call, is_plain = self._invoker.call, queue.is_plain
-        is_alone = not is_plain or queue.quota.rest is not None
+        is_alone = not is_plain or queue.quota.rest is not None or queue.quota.gate is not None
         turn_ends, settled_now = self._turn_ends, self._settled_now
         assert turn_ends is not None  # a run starts in a slice only
         for left in range(MOST_IN_A_ROW, 0, -1):

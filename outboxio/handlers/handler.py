@@ -32,6 +32,7 @@ from outboxio.handlers.options import (
     Subscription,
     checked_options,
 )
+from outboxio.handlers.rate import Rate
 from outboxio.handlers.resources import CallCheck
 from outboxio.model.event import (
     Event,
@@ -137,6 +138,8 @@ class EventHandler(Generic[E]):
     since: ClassVar[Since | None] = None
     partitions: ClassVar[AnyPartitions] = "auto"
     total_concurrency: ClassVar[int | None] = None
+    rate: ClassVar[Rate | str | None] = None
+    rate_per_key: ClassVar[bool] = False
     alert_age: ClassVar[timedelta | float | str] = ALERT_AGE
     trace: ClassVar[bool] = True
     raw: ClassVar[bool] = False

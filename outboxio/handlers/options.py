@@ -11,6 +11,7 @@ from msgspec import Struct
 from msgspec.structs import force_setattr
 
 from outboxio.errors import ConfigurationError, HandlerFailed, RegistrationError, SettingsError
+from outboxio.handlers.rate import Rate, rate_of, senseless_rates
 from outboxio.model.lock_name import MOST_PARTITIONS
 from outboxio.model.retry import Backoff, RetryPolicy
 from outboxio.support.clock import naive_utc
@@ -20,7 +21,6 @@ from outboxio.support.text import briefly, nearest
 
 if TYPE_CHECKING:
     from outboxio.model.envelope import EventEnvelope
-
 
 DeadHook = Callable[["EventEnvelope[Any]", HandlerFailed], Awaitable[None]]
 """A hook for a notification that ends DEAD, or EXPIRED after a failure."""
@@ -70,6 +70,8 @@ class SingleKeywords(TypedDict, total=False):
     since: Since | None
     partitions: AnyPartitions
     total_concurrency: int | None
+    rate: Rate | str | None
+    rate_per_key: bool
     alert_age: timedelta | float | str
     trace: bool
     raw: bool
@@ -97,6 +99,8 @@ class HandlerOptions(Struct, frozen=True, kw_only=True):
     since: Since | None
     partitions: AnyPartitions
     total_concurrency: int | None
+    rate: Rate | None
+    rate_per_key: bool
     alert_age: timedelta
     """The age of a due notification from which the overview says that the handler is behind."""
     trace: bool
@@ -159,6 +163,8 @@ def checked_options(name: str, where: str, given: HandlerKeywords) -> HandlerOpt
         since=_since(given.get("since"), refuse),
         partitions=_partitions(given.get("partitions", "auto"), refuse),
         total_concurrency=_at_least_one("total_concurrency", given.get("total_concurrency"), refuse),
+        rate=rate_of(given.get("rate"), refuse),
+        rate_per_key=_switch("rate_per_key", given.get("rate_per_key", False), refuse),
         alert_age=_duration("alert_age", given.get("alert_age", ALERT_AGE), refuse),
         trace=_switch("trace", given.get("trace", True), refuse),
         raw=_switch("raw", given.get("raw", False), refuse),
@@ -173,6 +179,7 @@ def _senseless(options: HandlerOptions, given: HandlerKeywords) -> list[tuple[bo
     once = options.delivery is Delivery.AT_MOST_ONCE
     batch, partitions, total = options.batch, options.declared_partitions, options.total_concurrency
     return [
+        *senseless_rates(options.rate, options.rate_per_key, options.ordered, batch),
         (
             once and given.get("retry") is not None,
             f"delivery='at_most_once' and retry={given.get('retry')!r}: what may run only once is never retried; "
@@ -392,7 +399,7 @@ def moments_of(schedule: str) -> Callable[[datetime], datetime]:
 
 # --- options for people ---------------------------------------------------------------------------
 #
-# Options for people: the fields of a struct that differ from the defaults, in the forms of JSON.
+# The fields of a struct that differ from the defaults, in the forms of JSON.
 
 
 DEFAULT_OPTIONS: HandlerOptions = checked_options("", "", {})
@@ -415,8 +422,8 @@ def _plain(value: Any) -> Any:
         return format_duration(value)
     if isinstance(value, RetryPolicy | Batch):
         return changed(value, type(value)()) or type(value).__name__
-    if isinstance(value, datetime):
-        return value.isoformat()
+    if isinstance(value, datetime | Rate):
+        return value.isoformat() if isinstance(value, datetime) else str(value)
     if callable(value):
         return str(getattr(value, "__qualname__", type(value).__name__))
     return value
@@ -424,7 +431,6 @@ def _plain(value: Any) -> Any:
 
 LONGEST_UNSEEN = timedelta(minutes=1)
 """The longest time between two announcements of a process: a subscription deleted by mistake is soon back."""
-
 
 OLDER_FOR = 2 * LONGEST_UNSEEN
 """A process of an older version that still runs has announced its handlers within this time."""

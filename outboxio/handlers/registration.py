@@ -116,6 +116,10 @@ class Registration(ABC):
         a single partition. ``total_concurrency`` limits the runs at the same time in all processes together; it is at
         least ``partitions``, because each partition gets its share. ``concurrency`` is the limit of each process.
 
+        ``rate="100/s"`` (or a :class:`Rate`) limits how many runs start in a time, in all processes together. Retries
+        count; a call of a batch handler is one run. ``rate_per_key=True``: the rate is for each ordering key of an
+        ordered handler.
+
         ``alert_age`` (default: 60 s): the overview says that the handler is behind as soon as a notification has been
         due for so long.
 

@@ -150,6 +150,8 @@ class HandlerReport(Struct, frozen=True):
     stuck: int = 0
     alert_age: float | None = None
     rest: RestReport | None = None
+    limited_to: str | None = None
+    """The rate, such as ``100/s``, if the rate holds notifications back."""
 
 
 class Report(Struct, frozen=True):
@@ -223,6 +225,11 @@ class ShardFacts(Struct, frozen=True, kw_only=True):
     def alive(self) -> Sequence[InstanceFacts]:
         """The processes whose reports are not missing."""
         return [one for one in self.instances if one.is_alive]
+
+    def limited_to(self, handler_name: str) -> str | None:
+        """The rate of a handler, if the rate holds notifications back in a process."""
+        reports = [one.report.handlers.get(handler_name) for one in self.alive]
+        return next((one.limited_to for one in reports if one is not None and one.limited_to), None)
 
     @property
     def wanted_types(self) -> frozenset[str]:

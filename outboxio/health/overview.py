@@ -149,6 +149,7 @@ def _handler(
         in_flight=sum(report.in_flight for report in reports),
         limit=sum(report.limit for report in reports),
         stuck=sum(report.stuck for report in reports),
+        limited_to=next((report.limited_to for report in reports if report.limited_to), None),
     )
 
 

@@ -114,7 +114,9 @@ def handler_behind(facts: ShardFacts) -> Iterator[Problem]:
     for handler in facts.handlers:
         if handler.oldest_due is not None and handler.paused_since is None and not _is_unheld(facts, handler):
             age = spoken(facts.age(handler.oldest_due))
-            text = f"`{handler.name}` is behind: oldest due {age}, {counted(handler.due)} waiting."
+            rate = facts.limited_to(handler.name)
+            limited = "" if rate is None else f", limited to {rate}"
+            text = f"`{handler.name}` is behind: oldest due {age}, {counted(handler.due)} waiting{limited}."
             yield Problem(text, handler.name, since=handler.oldest_due, after=handler.alert_age)
 
 

@@ -77,6 +77,8 @@ class HandlerStatus(Struct, frozen=True, kw_only=True):
     limit: int
     """The runs at the same time that all processes together allow; 0 if unknown."""
     stuck: int
+    limited_to: str | None = None
+    """The rate of the handler, such as ``100/s``, if the rate holds notifications back."""
 
 
 class StuckRunStatus(Struct, frozen=True, kw_only=True):

@@ -9,6 +9,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import datetime, timedelta
+from typing import Protocol
 
 from msgspec import Struct
 
@@ -91,15 +92,41 @@ class Rest:
 class Quota:
     """How many runs of a handler may go on at the same time."""
 
-    __slots__ = ("allowed", "gives_back_at", "rest")
+    __slots__ = ("allowed", "gate", "gives_back_at", "rest")
 
     def __init__(self, allowed: int) -> None:
         self.allowed = allowed
         """Fewer than the spec says if this process has few of the cluster's runs."""
         self.gives_back_at = -1
         """With so many runs a halted slot can be given back (``dispatch/limits.py``)."""
+        self.gate: Gate | None = None
+        """The rate, if the handler has one (``dispatch/rates.py``)."""
         self.rest: Rest | None = None
         """Set while the handler rests (``dispatch/rests.py``)."""
+
+
+class Gate(Protocol):
+    """The rate of a handler, as the queue sees the rate (``dispatch/rates.py``)."""
+
+    is_closed: bool
+    """True while no run may start because of the rate."""
+
+    @property
+    def holds_back(self) -> bool:
+        """True if ready rows wait for the rate, now or within the last second."""
+        ...
+
+    def may_start(self) -> bool:
+        """True if a ready run may start now. Otherwise the gate closes, and opens by itself."""
+        ...
+
+    def take(self) -> Run:
+        """Take the ready run for which :meth:`may_start` was true."""
+        ...
+
+    def begin_anew(self) -> None:
+        """A slot was taken, or the number of partitions was changed."""
+        ...
 
 
 class HandlerQueue:
@@ -110,7 +137,7 @@ class HandlerQueue:
         self.statistics = statistics or HandlerStatistics()
         self.handler = spec.handler
         self.limit = spec.limit
-        """Runs at the same time, at most: the quota, or fewer while the handler rests."""
+        """Runs at the same time, at most: the quota, or fewer while the handler rests or the rate holds rows back."""
         self.quota = Quota(spec.limit)
         self.function = spec.handler.function
         self.retention_renewed = 0
@@ -145,9 +172,17 @@ class HandlerQueue:
         return not (spec.batch or spec.needs_admission or self.beginning or self.retention_renewed)
 
     def allow(self, number: int) -> None:
-        """Let so many runs go on at the same time, or fewer while the handler rests."""
+        """Let so many runs go on at the same time, or fewer while the handler rests or the rate holds rows back."""
         self.quota.allowed, rest = number, self.quota.rest
         self.limit = number if rest is None else min(number, rest.most)
+        if self.quota.gate is not None and self.quota.gate.is_closed:
+            self.limit = 0
+
+    @property
+    def is_rate_limited(self) -> bool:
+        """True if the rate holds ready rows back: these rows do not wait for want of processes."""
+        gate = self.quota.gate
+        return gate is not None and gate.holds_back
 
     def starts_now(self, run: Run, now: float) -> None:
         """The handler's time begins now: the run had to wait for a connection, or is the next part of a call."""

@@ -139,6 +139,7 @@ class LiveRun:
             "stuck": statistics.stuck,
             "alert_age": statistics.alert_age,
             **self._rest(statistics.rest),
+            **({"limited_to": str(handler.options.rate)} if statistics.is_rate_limited else {}),
             "types": sorted(one.event_type for one in wanted if one.event_type),
         }
 

@@ -67,6 +67,11 @@ class Queue(Protocol):
         """The runs that go on."""
         ...
 
+    @property
+    def is_rate_limited(self) -> bool:
+        """True if the rate of the handler holds ready rows back."""
+        ...
+
 
 class HandlerStatistics:
     """The runs of a handler in this process, on a shard, since the outbox was made."""
@@ -131,6 +136,12 @@ class HandlerStatistics:
         """Why and since when the handler rests; ``None`` if the handler does not rest, or is not run here."""
         queue = self.queue
         return None if queue is None else queue.quota.rest
+
+    @property
+    def is_rate_limited(self) -> bool:
+        """True if the rate of the handler holds ready rows back in this process."""
+        queue = self.queue
+        return queue is not None and queue.is_rate_limited
 
     @property
     def in_flight(self) -> int:

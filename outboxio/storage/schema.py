@@ -313,6 +313,7 @@ def working(dialect: str, *, fanout: bool, handling: bool) -> Rights:
     if handling:
         needed["subscriptions"] += ["INSERT", "UPDATE"]
         needed["jobs"] += ["INSERT", "UPDATE"]
+        needed["rates"] += ["INSERT", "UPDATE"]
         needed["event_notifications"] += ["UPDATE"]
         for table in {"handler_partitions", "instances"} & needed.keys():  # SQLite has neither table
             needed[table] += ["INSERT", "UPDATE"]

@@ -131,7 +131,6 @@ async def test_the_runs_of_all_processes_stay_within_the_limit_of_the_cluster(ma
     assert fleet.most == 7
 
 
-@pytest.mark.real_time("rows have to wait for longer than a second")
 @pytest.mark.parametrize("ordered", [False, True])
 async def test_a_handler_without_an_option_is_shared_when_its_rows_wait(
     make_outbox: MakeOutbox, *, ordered: bool

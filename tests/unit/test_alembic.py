@@ -142,7 +142,7 @@ def written(path: Path | None) -> list[str]:
 
 
 def test_a_written_revision_continues_where_the_revisions_before_it_end(config: Config) -> None:
-    assert written(write_revision(config)) == ["outboxio.upgrade(op, to=11)"]
+    assert written(write_revision(config)) == ["outboxio.upgrade(op, to=12)"]
     assert write_revision(config) is None, "the newest version is reached"
     assert write_revision(config, contract=True) is None, "the first revision has made all tables"
 
@@ -150,9 +150,9 @@ def test_a_written_revision_continues_where_the_revisions_before_it_end(config: 
 def test_behind_an_older_revision_the_contract_file_waits_for_a_revision_of_its_own(config: Config) -> None:
     add_revision(config, "first", "outboxio.upgrade(op, to=4)")
 
-    assert written(write_revision(config)) == ["outboxio.upgrade(op, to=11, since=4)"]
+    assert written(write_revision(config)) == ["outboxio.upgrade(op, to=12, since=4)"]
     assert write_revision(config) is None
-    assert written(write_revision(config, contract=True)) == ["outboxio.upgrade(op, to=6, since=11)"]
+    assert written(write_revision(config, contract=True)) == ["outboxio.upgrade(op, to=6, since=12)"]
     assert write_revision(config, contract=True) is None
 
 
@@ -160,8 +160,8 @@ def test_both_steps_in_one_revision_are_two_calls(config: Config) -> None:
     add_revision(config, "first", "outboxio.upgrade(op, to=4)")
 
     assert written(write_revision(config, contract=True)) == [
-        "outboxio.upgrade(op, to=11, since=4)",
-        "outboxio.upgrade(op, to=6, since=11)",
+        "outboxio.upgrade(op, to=12, since=4)",
+        "outboxio.upgrade(op, to=6, since=12)",
     ]
     assert write_revision(config, contract=True) is None
 
@@ -179,7 +179,7 @@ def test_a_contract_file_that_a_revision_has_asked_for_is_not_asked_for_again(co
     for number, call in enumerate(calls):
         add_revision(config, f"r{number}", call)
 
-    assert written(write_revision(config, contract=True)) == ["outboxio.upgrade(op, to=11, since=6)"]
+    assert written(write_revision(config, contract=True)) == ["outboxio.upgrade(op, to=12, since=6)"]
 
 
 def test_a_written_revision_is_one_of_alembic(config: Config) -> None:

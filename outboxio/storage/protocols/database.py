@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from outboxio.storage.tables.operations import Operations
     from outboxio.storage.tables.partitions import PartitionTables
     from outboxio.storage.tables.probes import Probes
+    from outboxio.storage.tables.rates import Rates
     from outboxio.storage.tables.reports import Reports
     from outboxio.storage.tables.retention import Retention
     from outboxio.storage.tables.search import NotificationSearch
@@ -85,6 +86,7 @@ class Database(Protocol):
     operations: Operations
     partitions: PartitionTables | None
     """The tables of partitions and processes; ``None`` if all handlers have a single partition (SQLite)."""
+    rates: Rates
     reports: Reports
     retention: Retention
     search: NotificationSearch

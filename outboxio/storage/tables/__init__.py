@@ -11,6 +11,7 @@ from outboxio.storage.tables.notifications import StoredNotifications
 from outboxio.storage.tables.operations import Operations
 from outboxio.storage.tables.partitions import PartitionTables
 from outboxio.storage.tables.probes import Probes
+from outboxio.storage.tables.rates import Rates
 from outboxio.storage.tables.reports import Reports
 from outboxio.storage.tables.retention import Retention
 from outboxio.storage.tables.search import NotificationSearch
@@ -30,6 +31,7 @@ class Tables:
         self.operations = Operations(admin, shard)
         self.partitions = PartitionTables(admin) if partitions else None
         self.probes = Probes(admin)
+        self.rates = Rates(find, returns=partitions)
         self.reports = Reports(admin)
         self.retention = Retention(admin)
         self.starts = Starts(find, settle, admin)
