@@ -574,7 +574,8 @@ async def test_no_database_of_the_applications_own_is_needed(mysql_url: str, loo
 
 FILES = ["0001_events.sql", "0002_event_notifications.sql", "0003_coordination.sql", "0004_consumed_events.sql",
          "0005_partitions.sql", "0006_partitions_contract.sql", "0007_operating.sql", "0008_jobs.sql",
-         "0009_neighbours.sql", "0010_primary_keys.sql", "0011_automatic_partitions.sql"]  # fmt: skip
+         "0009_neighbours.sql", "0010_primary_keys.sql", "0011_automatic_partitions.sql",
+         "0012_rates.sql"]  # fmt: skip
 
 
 def all_statements(dialect: str) -> Iterator[str]:

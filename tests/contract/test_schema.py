@@ -29,9 +29,10 @@ CONTRACT = "0006_partitions_contract.sql"
 NEIGHBOURS = "0009_neighbours.sql"
 """Defaults for writers of other tools, which have no tables of these names on SQLite."""
 PRIMARY_KEYS = "0010_primary_keys.sql"
-AUTOMATIC = "0011_automatic_partitions.sql"
 """A primary key for the table that has only a unique key on MySQL and MariaDB."""
-NEWEST = {"postgres": 11, "mysql": 11, "mariadb": 11, "sqlite": 8}
+AUTOMATIC = "0011_automatic_partitions.sql"
+RATES = "0012_rates.sql"
+NEWEST = 12
 
 IDS = ("id", "action_id", "event_id", "notification_id")
 
@@ -62,6 +63,7 @@ COLUMNS = {
         "namespace job_name schedule state next_date due_date term attempts moment_date? lease lease_term instance "
         "started_date? finished_date? result? error? succeeded failed missed paused_date? ordered_date?"
     ),
+    "rates": "namespace handler_name next_us",
     "operations": """
         id namespace kind state request actor origin reason? matched done refused reached? worker stop_ordered
         created_date updated_date finished_date? error?""",
@@ -82,8 +84,8 @@ def columns_in(dialect: str) -> dict[str, str]:
 def files_in(dialect: str) -> list[str]:
     """The files that a database without tables gets."""
     if dialect == "sqlite":
-        return FILES
-    return sorted([*FILES, CONTRACT, NEIGHBOURS]) + [PRIMARY_KEYS] * (dialect != "postgres") + [AUTOMATIC]
+        return [*FILES, RATES]
+    return sorted([*FILES, CONTRACT, NEIGHBOURS]) + [PRIMARY_KEYS] * (dialect != "postgres") + [AUTOMATIC, RATES]
 
 
 def versions_of(files: Iterable[str]) -> list[int]:
@@ -207,7 +209,7 @@ async def test_a_schema_from_the_future_is_refused(make_outbox: MakeOutbox, look
             pytest.fail("it runs")
 
     for way in (outbox.migrate, outbox.check, run, outbox.drain):
-        newest = NEWEST[look.dialect]
+        newest = NEWEST
         says = f"the schema of shard 'default' is at version 99, this outboxio knows versions up to {newest}: upgrade"
         with pytest.raises(SchemaNewer, match=says) as caught:
             await way()
@@ -370,7 +372,7 @@ async def test_text_is_compared_byte_for_byte(make_outbox: MakeOutbox, look: Loo
     values = {
         "version": "1", "delivered": "FALSE", "ordered": "FALSE", "sequence": "1", "hops": "0", "attempts": "0",
         "priority": "0", "term": "1", "released_term": "0", "starts": "1",
-        "partition_number": "0", "partitions": "1", "active": "1", "declared": "1", "auto_number": "1",
+        "partition_number": "0", "partitions": "1", "active": "1", "declared": "1", "auto_number": "1", "next_us": "1",
         "succeeded": "1", "failed": "0",
         "dead": "0", "expired": "0", "skipped": "0", "duration_us": "1", "delay_seconds": "1", "matched": "1",
         "done": "0", "refused": "0", "stop_ordered": "FALSE", "missed": "0", "lease_term": "1",
