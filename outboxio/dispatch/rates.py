@@ -17,6 +17,7 @@ taken, the burst of all keys begins at zero, because the former owner may have u
 from __future__ import annotations
 
 import asyncio
+import logging
 from math import ceil
 
 from outboxio.dispatch.core import Core
@@ -142,7 +143,8 @@ class ClusterGate(Gate):
             )
         except Exception as error:
             self._failures += 1
-            logger.warning(
+            logger.log(
+                logging.WARNING if self._failures == 1 else logging.DEBUG,
                 "handler %r waits, because its rate could not be read: %s", queue.handler.name, error,
                 handler=queue.handler.name,
             )  # fmt: skip

@@ -200,6 +200,21 @@ async def test_a_process_that_dies_takes_along_a_quarter_of_a_second() -> None:
 
 
 @pytest.mark.virtual_time
+async def test_a_rate_that_cannot_be_read_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    cluster = Cluster(1)
+    cluster.fails = 1
+    process = Process(cluster, Rate(100), slots=16)
+    process.add("k")
+    await asyncio.sleep(60)
+    assert cluster.statements > 3
+    assert [record.levelname for record in caplog.records].count("WARNING") == 1
+    cluster.fails = 0
+    await asyncio.sleep(60)
+    assert len(cluster.starts) == 1
+    process.die()
+
+
+@pytest.mark.virtual_time
 async def test_a_queue_tells_when_its_rate_holds_rows_back() -> None:
     process = Process(Cluster(1), Rate(100), slots=16)
     process.add("k")
