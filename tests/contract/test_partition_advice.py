@@ -144,6 +144,19 @@ async def test_a_concurrency_that_was_meant_for_the_cluster_is_reported(server: 
     assert "total_concurrency" in sentence
 
 
+async def test_a_concurrency_that_counts_for_each_process_once_a_handler_is_shared_is_reported(server: Outbox) -> None:
+    server.handler(MoneyDeposited, name="bank", concurrency=20)(Journal())
+    server.handler(MoneyDeposited, name="known", concurrency=20, total_concurrency=20)(Journal())
+    server.handler(MoneyDeposited, name="whole", concurrency=20, partitions=20)(Journal())
+    server.handler(MoneyDeposited, name="single", concurrency=1)(Journal())
+    server.handler(MoneyDeposited, name="free")(Journal())
+
+    [sentence] = await advice_for(server)
+
+    assert sentence.startswith("handler 'bank' has concurrency=20: if its notifications wait, outboxio shares it")
+    assert "partitions=1 keeps the handler in one process" in sentence
+
+
 async def test_a_database_with_a_single_writer_needs_no_advice(sqlite_url: str) -> None:
     async with Outbox(sqlite_url, namespace="app") as outbox:
         await outbox.migrate()

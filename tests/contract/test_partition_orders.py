@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -203,6 +203,21 @@ async def test_the_handler_may_be_known_by_its_subscription_alone(server: Outbox
     await server.admin.partitions("book", 4)
 
     assert await numbers(server, "ledger") == {"book": (4, 4), "ledger": (4, 4)}
+
+
+async def test_auto_leaves_the_number_to_outboxio_again(server: Outbox) -> None:
+    async def after(number: int | Literal["auto"]) -> HandlerPartitions:
+        return next(one for one in await server.admin.partitions("score", number) if one.handler_name == "score")
+
+    fresh = await after("auto")
+    assert (fresh.number, fresh.source, fresh.why) == (1, None, "not shared")
+    ordered = await after(4)
+    assert (ordered.number, ordered.source) == (4, "operator")
+    assert "set by an operator at" in str(ordered)
+    for _ in range(2):
+        given_back = await after("auto")
+        assert (given_back.number, given_back.source) == (4, "automatic")
+    assert (await after(4)).source == "operator", "the number that outboxio had chosen is an order now"
 
 
 @pytest.fixture
@@ -491,7 +506,7 @@ async def test_the_command_answers_machines(outbox: Outbox, capsys: pytest.Captu
     assert json.loads(capsys.readouterr().out) == [
         {
             "handler_name": "score", "shard": "default", "number": 1, "active": 1, "declared": 1,
-            "owners": [{"partition": 0, "owner": None, "since": None}],
+            "owners": [{"partition": 0, "owner": None, "since": None}], "source": None, "changed_date": None,
         }
     ]  # fmt: skip
 

@@ -318,6 +318,18 @@ async def test_partitions_set_the_number_for_all_processes(command: Command, sho
     assert worker.returncode is not None
 
 
+@needs_partitions
+async def test_partitions_say_who_has_set_the_number(command: Command, shop: Outbox) -> None:
+    await command("partitions", "shop:outbox", "ship", "4")
+    ordered = await command("partitions", "shop:outbox", "ship")
+    dry = await command("partitions", "shop:outbox", "ship", "auto", "--dry-run")
+    given_back = await command("partitions", "shop:outbox", "ship", "auto")
+
+    assert "set by an operator" in " ".join(ordered.out.split())
+    assert "leave the number of partitions of send, ship to outboxio" in " ".join(dry.out.split())
+    assert "automatic" in given_back.out
+
+
 @pytest.mark.parametrize(
     ("arguments", "because"),
     [

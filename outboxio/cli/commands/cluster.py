@@ -142,7 +142,8 @@ async def partitions(outbox: Outbox, request: Request, manner: Manner) -> Exit:
 def _plan(outbox: Outbox, before: Sequence[HandlerPartitions], number: AnyPartitions, manner: Manner) -> Exit:
     """Say what the order would change."""
     if number == "auto":
-        return manner.said(f"partitions would leave the number of partitions of {before[0].handler_name} to outboxio")
+        names = ", ".join(f"{one.handler_name}{_where(outbox, one)}" for one in before)
+        return manner.said(f"partitions would leave the number of partitions of {names} to outboxio")
     changes = [
         f"{one.handler_name}{_where(outbox, one)} from {one.number} to {number}"
         for one in before

@@ -71,7 +71,8 @@ class HandlerPartitions(Struct, frozen=True, kw_only=True):
     def __str__(self) -> str:
         owned = "; ".join(f"{owner or 'no process'} owns {in_ranges(each)}" for owner, each in self.by_owner.items())
         beyond = f" ({self.active} still active)" if self.active > self.number else ""
-        return f"handler {self.handler_name!r} has {_counted(self.number)}{beyond} ({self.why}): {owned}"
+        why = "" if self.source is None else f", {self.why}"
+        return f"handler {self.handler_name!r} has {_counted(self.number)}{beyond}{why}: {owned}"
 
 
 class ClusterInstance(Struct, frozen=True, kw_only=True):
