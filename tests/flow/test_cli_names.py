@@ -74,7 +74,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_process: None) -> Ru
 def test_every_command_shows_every_name_as_it_is(run: Run, name: str) -> None:
     shown = visible(name)
     expected = {
-        "check": ([f"{shown}S: 12 missing", f"{shown}Z: 12 missing"], 1),
+        "check": ([f"{shown}S: 13 missing", f"{shown}Z: 13 missing"], 1),
         "migrate": ([f"{shown}S: applied 0001_events.sql", f"{shown}Z: applied"], 0),
         "status": ([shown, f"{shown}S", f"{shown}Z"], 0),
         "worker": (

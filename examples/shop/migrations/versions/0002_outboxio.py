@@ -10,7 +10,7 @@ down_revision = "0001"
 
 
 def upgrade() -> None:
-    outboxio.upgrade(op, to=10)
+    outboxio.upgrade(op, to=12)
 
 
 def downgrade() -> None:
