@@ -27,6 +27,9 @@ SELECT t.relname, array_remove(ARRAY[
   CASE WHEN has_table_privilege(t.oid, 'DELETE') THEN 'DELETE' END], NULL)
 FROM {POSTGRES_TABLES} WHERE {IN_EVENTLOG}
 """
+# Fan-out of running processes reads this table before it writes notifications. Files may change the two in the other
+# order, and all files are one transaction: tables that are locked in the same order cause no deadlock.
+LOCK_FIRST = "LOCK TABLE eventlog.handler_partitions"
 IS_READ_ONLY = "SELECT pg_catalog.current_setting('transaction_read_only') = 'on'"
 USER = """
 SELECT current_user::text, quote_ident(current_user), quote_ident(current_database()),
@@ -115,6 +118,8 @@ class PostgresSchema(Migration):
 
     async def _apply(self, connection: Any, files: Sequence[SqlFile], found: Found) -> None:
         has_schema = bool(files) and (await _user(connection)).has_schema
+        if files and "handler_partitions" in found.columns:
+            await connection.execute(LOCK_FIRST)
         for file in files:
             await connection.execute(file.text.replace(MAKE_SCHEMA, "") if has_schema else file.text)
 
