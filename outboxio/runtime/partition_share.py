@@ -93,8 +93,8 @@ class PartitionShare:
         self._held: frozenset[Slot] = frozenset()
         self._probed: set[str] = set()
         """The holders of which the present plan tries a slot."""
-        self._pursues = False
-        """True if the present plan tries slots that are about to become free, or whose holder is gone."""
+        self._is_unsettled = False
+        """True if the present plan has a surplus, or tries slots that become free or whose holder is gone."""
         self._at_rest: Plan | None = None
         """The plan while nothing moves, which stays the same until something changes."""
         self._beyond: dict[Slot, tuple[float, frozenset[str]]] = {}
@@ -166,7 +166,7 @@ class PartitionShare:
         """The next steps. ``in_flight``: the number of rows of a slot that were found and are not settled."""
         if frozenset(held) == self._held and self._at_rest is not None:
             return self._at_rest
-        self._held, self._probed, self._pursues, self._at_rest = frozenset(held), set(), False, None
+        self._held, self._probed, self._is_unsettled, self._at_rest = frozenset(held), set(), False, None
         self._beyond = {
             slot: (since, members)
             for slot, (since, members) in self._beyond.items()
@@ -185,7 +185,7 @@ class PartitionShare:
         for slot in release:
             self._cluster.given_back(slot, now)
         plan = Plan(*(tuple(slots) for slots in (wanted, orphans, halt, resume, release)))
-        is_moving = wanted or halt or resume or release or self._pursues or self._giving.goes_on or self._beyond
+        is_moving = wanted or halt or resume or release or self._is_unsettled or self._giving.goes_on or self._beyond
         is_ending = self._is_leaving or self.is_giving_all(now)
         if not (is_moving or is_ending or self._givers or self._cluster.has_free_slots):
             self._at_rest = plan
@@ -336,7 +336,7 @@ class PartitionShare:
         if self._takes_all or holder == self._me:
             return None
         if is_giver or self._cluster.is_gone(holder) or self._cluster.is_giving(holder):
-            self._pursues = True
+            self._is_unsettled = True
             return max(int(self._cluster.is_gone(holder)), room)
         is_probed = holder in self._probed
         self._probed.add(holder)
@@ -344,6 +344,7 @@ class PartitionShare:
 
     def _give(self, group: SlotGroup, mine: Sequence[Slot], in_flight: Callable[[Slot], int], now: float) -> list[Slot]:
         surplus = self._surplus(group)
+        self._is_unsettled |= surplus > 0  # busy slots, or an old view, only delay the surplus
         if any(self._beyond[slot][1] == group.members for slot in mine if slot in self._beyond):
             surplus = 0
         elif now - self._cluster.at > LONGEST_VIEW_AGE:

@@ -88,6 +88,28 @@ def test_the_plan_of_a_cluster_at_rest_is_computed_once() -> None:
     assert not made.is_at_rest
 
 
+def test_a_slot_that_did_not_become_idle_is_given_away_later_although_nothing_else_changes() -> None:
+    made = share(2)
+    made.see(rows("me", "b"), held_by("me", 0, 1), 0.0)
+    [slot] = plan(made, s(0, 1), busy=s(0, 1)).halt
+    assert plan(made, s(0, 1), now=6.0, busy=s(0, 1)).resume == (slot,)
+    for now in range(7, 70):
+        made.see(rows("me", "b"), held_by("me", 0, 1), now)
+        if plan(made, s(0, 1), now=now, busy=s(0, 1)).halt == (slot,):
+            break
+    else:
+        pytest.fail("the slot is never given away again")
+
+
+def test_a_surplus_is_given_away_by_the_first_view_after_a_pause_of_views() -> None:
+    made = share(2)
+    made.see(rows("me"), held_by("me", 0, 1), 0.0)
+    made.see(rows("me", "b"), held_by("me", 0, 1), 1.0)
+    assert plan(made, s(0, 1), now=30.0).halt == (), "the view is too old"
+    made.see(rows("me", "b"), held_by("me", 0, 1), 31.0)
+    assert len(plan(made, s(0, 1), now=31.0).halt) == 1
+
+
 def test_a_shared_slot_is_not_tried_without_a_view() -> None:
     assert plan(share()).wanted == ()
 
