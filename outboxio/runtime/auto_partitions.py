@@ -72,10 +72,11 @@ class AutoPartitions:
                 await self._note_or_lower(partitions, count, count.waited_date, now)
 
     async def _follow_code(self, partitions: PartitionTables, counts: Mapping[str, PartitionCount]) -> None:
-        """A number in code takes the place of an automatic number."""
+        """A number in code takes the place of a larger automatic number; ``Declarations`` raise a smaller one."""
         for handler in self._setup.handlers:
             count, number = counts.get(handler.name), handler.options.declared_partitions
-            if handler.options.partitions != "auto" and count is not None and count.is_automatic:
+            is_automatic = count is not None and count.is_automatic and number <= count.number
+            if is_automatic and handler.options.partitions != "auto":
                 await partitions.set_number(self._setup.namespace, handler.name, number, self._setup.clock())
                 self._changed()
 

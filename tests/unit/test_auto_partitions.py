@@ -209,6 +209,14 @@ async def test_a_number_in_code_takes_the_place_of_an_automatic_number(tables: T
     assert (process.number, tables.changes, process.told) == (number, [number], 1)
 
 
+async def test_a_larger_number_in_code_waits_for_the_end_of_older_versions(tables: Tables) -> None:
+    """``Declarations`` raise the number, as soon as no older version has announced the handler of late."""
+    tables.counts["score"] = PartitionCount("score", 1, 1, NOON, 1, 1, NOON)
+    process = Process(tables, partitions=16)
+    await process.look(3)
+    assert (process.number, tables.changes) == (1, [])
+
+
 async def test_an_older_version_keeps_a_handler_whole(tables: Tables) -> None:
     tables.older = {"score"}
     process = Process(tables)
