@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from abc import ABC, abstractmethod
 from math import ceil
 
 from outboxio.dispatch.core import Core
@@ -37,7 +38,7 @@ LATENCY = 0.25  # of the burst: how late the first of the reserved starts may be
 MOST_KEYS = 10_000  # keys in memory before those with a full burst are forgotten
 
 
-class Gate:
+class Gate(ABC):
     """Decides when the runs of a handler start. The times are those of the event loop's clock."""
 
     def __init__(self, core: Core, queue: HandlerQueue, rate: Rate) -> None:
@@ -55,13 +56,13 @@ class Gate:
         """True if ready rows wait for the rate, now or within the last second."""
         return bool(self._queue.ready) and asyncio.get_running_loop().time() - self._held_back_at < 1.0
 
+    @abstractmethod
     def may_start(self) -> bool:
         """True if a ready run may start now. Otherwise the gate closes, and opens by itself."""
-        raise NotImplementedError
 
+    @abstractmethod
     def take(self) -> Run:
         """Take the ready run for which :meth:`may_start` was true."""
-        raise NotImplementedError
 
     def begin_anew(self) -> None:
         """A slot was taken, or the number of partitions was changed: another process may have started runs."""

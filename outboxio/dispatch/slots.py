@@ -98,8 +98,8 @@ class Rehoming:
         self._cursors = core.in_flight.cursors
         self._stuck = core.stuck
         self._wakeups = core.wakeups
-        self._suspects: set[Slot] = set()
-        """The slots that were not looked at since they were taken, or since the number was changed."""
+        self._unchecked: set[Slot] = set()
+        """The slots that were not checked since they were taken, or since the number was changed."""
         self._owing: dict[Slot, Position] = {}
         """The slots that are not read to the end, each with the position that was reached."""
         self._wants = 0
@@ -121,21 +121,21 @@ class Rehoming:
         """
         count = self._partitions.find(slot.handler_name)
         if self._repository is not None and count is not None and (count.number > 1 or slot.partition):
-            self._suspects.add(slot)
+            self._unchecked.add(slot)
             cursor = self._cursors.by_slot.get(slot)
             if cursor is not None and (cursor.has_backlog or cursor.is_paused):  # a paused slot is not read
                 self.has_backlog(slot)
 
     def has_backlog(self, slot: Slot) -> None:
         """A read of the slot has left due rows: read the slot from the beginning, if that is owed."""
-        if slot in self._suspects:
-            self._suspects.discard(slot)
+        if slot in self._unchecked:
+            self._unchecked.discard(slot)
             self._owing[slot] = BEGINNING
             self._wants += 1
 
     def forget(self, slot: Slot) -> None:
         """The slot is halted, or its lock is lost."""
-        self._suspects.discard(slot)
+        self._unchecked.discard(slot)
         self._owing.pop(slot, None)
 
     async def rehome_once(self) -> int:
