@@ -64,6 +64,7 @@ class Gate(ABC):
     def take(self) -> Run:
         """Take the ready run for which :meth:`may_start` was true."""
 
+    @abstractmethod
     def begin_anew(self) -> None:
         """A slot was taken, or the number of partitions was changed: another process may have started runs."""
 
@@ -124,6 +125,9 @@ class ClusterGate(Gate):
         self._left -= 1
         self._used += 1
         return self._queue.ready.popleft()
+
+    def begin_anew(self) -> None:
+        """Do nothing: the row counts the starts of all processes."""
 
     def stop(self) -> None:
         super().stop()

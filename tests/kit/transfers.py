@@ -103,9 +103,9 @@ class Member(Whole):
     def __init__(self, cluster: Cluster, place: int, *, hands_over: bool) -> None:
         self.cluster, self.place, self.hands_over = cluster, place, hands_over
         super().__init__(partitions_on=self, call=self._handle, concurrency=1)
-        self.database.notifications = self  # type: ignore[assignment]
-        self.dispatcher._finder._setup.database.notifications = self  # type: ignore[misc, assignment]
-        self.wakeups.send_note = self._send  # type: ignore[method-assign]
+        self.database.notifications = self  # type: ignore[assignment]  # this object answers the few questions
+        self.dispatcher._finder._setup.database.notifications = self  # type: ignore[misc, assignment]  # frozen, for all other code
+        self.wakeups.send_note = self._send  # type: ignore[method-assign]  # notes go through the cluster
         self.partitions(len(cluster.terms))
         for partition, owner in cluster.owners.items():
             if owner == place:

@@ -213,7 +213,7 @@ async def test_a_busy_or_paused_process_asks_for_nothing_nor_for_a_partition_tha
         beyond.partitions(1, active=4, changed=beyond.now - timedelta(days=1))
         for owner in (busy, behind, beyond):
             owner.dispatcher.transfers.heard("other", WorkNote("h", rows=5))
-            await eventually(lambda owner=owner: not owner.dispatcher.transfers._offers)  # type: ignore[misc]
+            await eventually(lambda owner=owner: not owner.dispatcher.transfers._offers)  # type: ignore[misc]  # a lambda's default
             assert owner.wakeups.notes == []
         await finish(busy, gate)
 
