@@ -183,7 +183,7 @@ class Dispatcher:
         self._state.signals.find.set()
 
     def waiting_names(self, since: datetime) -> set[str]:
-        """The stored handler names with ready rows that have been due since a moment, and wait for their turn only."""
+        """The stored handler names with ready rows that have been due since a time, and only wait for a free run."""
         return {
             queue.ready[0].notification.handler_name
             for queue in self._core.queues

@@ -36,7 +36,7 @@ class HandlingSetup(Struct, frozen=True):
 
 
 class WorkNote(Struct, frozen=True, omit_defaults=True):
-    """What a process tells other processes about the ready rows of a handler (``dispatch/transfers.py``)."""
+    """A message between processes about the ready rows of a handler (``dispatch/transfers.py``)."""
 
     handler_name: str
     to: str = ""

@@ -5,8 +5,8 @@ the number of partitions after ready rows of the handler have waited for over a 
 ``settings.spread_after``. What waits is known from memory, so a handler that keeps up costs no statement. Only then the
 owner reads which processes have the handler (``instance_reports``), and chooses four partitions for each process.
 
-The number falls to 1 after a day in which no row waited. ``handler_partitions.waited_date`` keeps that moment over
-restarts: each owner writes it at most once an hour. So the number rises with the load, stays over deployments, and
+The number falls to 1 after a day in which no row waited. ``handler_partitions.waited_date`` keeps the time of the
+last wait over restarts: each owner writes it at most once an hour. So the number rises with the load, stays over deployments, and
 does not go to and fro. An operator's number stands until ``admin.partitions(handler, "auto")``.
 """
 
@@ -46,7 +46,7 @@ class AutoPartitions:
     """Chooses the numbers of partitions of the handlers of a shard, as far as the choice is left to outboxio."""
 
     def __init__(self, setup: HandlingSetup, dispatcher: Dispatcher, changed: Callable[[], None]) -> None:
-        """``changed``: tells all processes that a number has changed."""
+        """``changed``: notifies all processes that a number has changed."""
         self._setup = setup
         self._dispatcher = dispatcher
         self._changed = changed

@@ -34,7 +34,7 @@ logger = log_of(__name__)
 LOOK_DELAY = 0.2  # seconds between two views while partitions move
 POLL_DELAY = 0.5  # seconds between two views at rest without wake-ups between processes, or with free partitions
 REST_DELAY = 5.0  # seconds between two views at rest with wake-ups between processes; at most a heartbeat
-ORDERS_DELAY = 1.0  # seconds between two reads of the orders of operators
+ORDERS_DELAY = 1.0  # seconds between two reads of pauses and numbers of partitions
 SICK_FOR = 60.0  # seconds for which a sick process takes no partition
 VIEW_TIMEOUT = 10.0  # seconds that the database has to answer
 

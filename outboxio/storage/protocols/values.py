@@ -195,7 +195,7 @@ class PartitionCount(Struct, frozen=True):
     auto_number: int | None = None
     """The number that outboxio has set by the load; ``None`` if code or an operator has set ``number``."""
     waited_date: datetime | None = None
-    """The last moment, to the hour, at which due rows waited for longer than a second; for an automatic number."""
+    """The last time, to the hour, at which due rows waited for longer than a second; for an automatic number."""
 
     @property
     def is_automatic(self) -> bool:
