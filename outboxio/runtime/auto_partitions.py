@@ -5,9 +5,9 @@ the number of partitions after ready rows of the handler have waited for over a 
 ``settings.spread_after``. What waits is known from memory, so a handler that keeps up costs no statement. Only then the
 owner reads which processes have the handler (``instance_reports``), and chooses four partitions for each process.
 
-The number falls to 1 after a day in which no row waited. ``handler_partitions.waited_date`` keeps the time of the
-last wait over restarts: each owner writes it at most once an hour. So the number rises with the load, stays over deployments, and
-does not go to and fro. An operator's number stands until ``admin.partitions(handler, "auto")``.
+The number falls to 1 after a day in which no row waited. ``handler_partitions.waited_date`` keeps the time of the last
+wait over restarts: each owner writes it at most once an hour. So the number rises with the load, stays over
+deployments, and does not oscillate. An operator's number stands until ``admin.partitions(handler, "auto")``.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import msgspec
 from outboxio.dispatch.dispatcher import Dispatcher
 from outboxio.handlers.handler import Handler
 from outboxio.handlers.options import OLDER_FOR
+from outboxio.operations.partitions.upkeep import SHARE_OF_AUTOMATIC
 from outboxio.runs.ports import HandlingSetup
 from outboxio.storage.protocols import InstanceReport, PartitionCount
 from outboxio.storage.tables.partitions import PartitionTables
@@ -30,7 +31,6 @@ logger = log_of(__name__)
 LONGEST_WAIT = timedelta(seconds=1)  # of a ready row: a handler with rows that wait longer does not keep up
 LONGEST_GAP = timedelta(seconds=3)  # between two looks that found rows waiting, to count as one time
 PER_PROCESS = 4  # partitions, so that processes that come and go get even shares
-SHARE_OF_LOCKS = 8  # all automatic partitions together use at most this part of the server's room for locks
 NOTED_EVERY = timedelta(hours=1)
 FALLS_AFTER = timedelta(days=1)  # without a row that waited
 MAX_AGE_OF_REPORTS = timedelta(minutes=5)
@@ -109,7 +109,7 @@ class AutoPartitions:
             return
         others = sum(one.number for key, one in counts.items() if key != name and one.is_automatic and one.number > 1)
         room = await setup.database.lock_room()
-        number = number_for(processes, self._most[name], None if room is None else room // SHARE_OF_LOCKS - others)
+        number = number_for(processes, self._most[name], None if room is None else room // SHARE_OF_AUTOMATIC - others)
         if number <= present:
             if number < number_for(processes, self._most[name], None) and not self._has_warned:
                 self._has_warned = True

@@ -127,6 +127,22 @@ async def test_partitions_that_an_operator_asked_for_count_too(
         assert "need 33 locks" in sentence  # 16 under each name, and fan-out
 
 
+async def test_automatic_partitions_that_use_up_their_part_of_the_locks_are_reported(
+    postgres_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with Outbox(postgres_url, namespace="app") as outbox:
+        await outbox.migrate()
+        outbox.handler(MoneyDeposited, name="score")(Journal())
+        monkeypatch.setattr(database_of(outbox), "lock_room", _room_for_100)
+        await outbox.admin.partitions("score", 8)
+        assert await advice_for(outbox) == []
+
+        await outbox.admin.partitions("score", "auto")
+
+        [sentence] = await advice_for(outbox)
+        assert sentence.startswith("automatic partitions use 8 of the server's 100 locks")
+
+
 async def _room_for_100() -> int:
     return 100
 

@@ -80,6 +80,9 @@ def _alarm(slot: Slot) -> None:
 _SHARE_OF_LOCKS = 4  # the applications of a server share its locks, and a statement needs some for each table
 
 
+SHARE_OF_AUTOMATIC = 8  # all automatic partitions together use at most this part of the server's room for locks
+
+
 async def advice_on_partitions(database: Database, namespace: str, handlers: Iterable[Handler]) -> list[str]:
     """Sentences for an operator: too many locks for the server, and limits that count for each process."""
     registered = list(handlers)
@@ -90,7 +93,15 @@ async def _too_many_locks(database: Database, namespace: str, handlers: list[Han
     room = await database.lock_room()
     if room is None:
         return []
-    locks = {one.handler_name: one.active for one in (await counts_of(database, namespace)).values()}
+    counts = (await counts_of(database, namespace)).values()
+    automatic = sum(one.number for one in counts if one.is_automatic and one.number > 1)
+    if 2 * automatic * SHARE_OF_AUTOMATIC > room:  # the next handler cannot have as many again
+        return [
+            f"automatic partitions use {automatic:,} of the server's {room:,} locks, and outboxio gives them an eighth: "
+            "handlers whose notifications wait may get fewer partitions than they need; raise "
+            "max_locks_per_transaction (the server restarts)"
+        ]
+    locks = {one.handler_name: one.active for one in counts}
     for handler in handlers:
         for name in handler.names:
             locks[name] = max(locks.get(name, 1), handler.options.declared_partitions if name == handler.name else 1)
