@@ -97,7 +97,7 @@ async def _too_many_locks(database: Database, namespace: str, handlers: list[Han
     automatic = sum(one.number for one in counts if one.is_automatic and one.number > 1)
     if 2 * automatic * SHARE_OF_AUTOMATIC > room:  # the next handler cannot have as many again
         return [
-            f"automatic partitions use {automatic:,} of the server's {room:,} locks, and outboxio gives them an eighth: "
+            f"automatic partitions use {automatic:,} of the server's {room:,} locks, and may use an eighth: "
             "handlers whose notifications wait may get fewer partitions than they need; raise "
             "max_locks_per_transaction (the server restarts)"
         ]
