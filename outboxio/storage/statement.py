@@ -92,7 +92,8 @@ class Statement(Text):
             text = self.source(syntax)
             while _MARKER.search(text):  # the arguments of a marker may contain markers
                 text = _MARKER.sub(lambda marker: self._replacement(marker, syntax), text)
-            text = self.texts[syntax] = syntax.finished(self._shaped(text.strip(), syntax), self.columns)
+            # A dialect without the statement has no text.
+            text = self.texts[syntax] = text and syntax.finished(self._shaped(text.strip(), syntax), self.columns)
         return text
 
     def _replacement(self, marker: re.Match[str], syntax: Syntax) -> str:

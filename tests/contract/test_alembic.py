@@ -124,8 +124,8 @@ def test_a_revision_finds_the_tables_of_migrate(database_url: str, tmp_path: Pat
 def test_a_revision_is_printed_as_sql_that_the_databases_own_tool_runs(database_url: str, tmp_path: Path) -> None:
     config = project(tmp_path, database_url, template="generic")
     add_revision(config, "first", "outboxio.upgrade(op, to=4)")
-    add_revision(config, "expand", "outboxio.upgrade(op, to=10, since=4)")
-    add_revision(config, "contract", "outboxio.upgrade(op, to=6, since=10)")
+    add_revision(config, "expand", "outboxio.upgrade(op, to=12, since=4)")
+    add_revision(config, "contract", "outboxio.upgrade(op, to=6, since=12)")
 
     command.upgrade(config, "head", sql=True)
 
@@ -173,7 +173,7 @@ def test_an_interrupted_revision_is_run_again(database_url: str, tmp_path: Path)
     """MySQL and MariaDB have committed a part of the file, the other databases have committed nothing."""
     config = project(tmp_path, database_url)
     add_revision(config, "tables", "outboxio.upgrade(op, to=1)")
-    add_revision(config, "fails", "outboxio.upgrade(op, to=10); op.execute('SELECT * FROM there_is_no_such_table')")
+    add_revision(config, "fails", "outboxio.upgrade(op, to=12); op.execute('SELECT * FROM there_is_no_such_table')")
     with pytest.raises(Exception, match="there_is_no_such_table"):
         command.upgrade(config, "head")
     add_revision_again(config)
@@ -194,7 +194,7 @@ def test_a_file_that_was_interrupted_between_two_statements_is_taken_up_there(my
     for statement in statements_in(sql_files(look.dialect)[4].text)[:3]:
         run(look.fetch(statement))
     config = project(tmp_path, mysql_url)
-    add_revision(config, "tables", "outboxio.upgrade(op, to=10); outboxio.upgrade(op, to=6)")
+    add_revision(config, "tables", "outboxio.upgrade(op, to=12); outboxio.upgrade(op, to=6)")
 
     command.upgrade(config, "head")
 

@@ -354,7 +354,7 @@ NOT_PLAIN: Mapping[str, Callable[[Store], Awaitable[object]]] = {
     "ordered": lambda store: store.subscribe("h", ordered=True),
     "renamed": lambda store: store.subscribe("h", aliases=("former",)),
     "with partitions": lambda store: store.look.fetch(
-        f"INSERT INTO eventlog.handler_partitions VALUES ('app', 'plain', 2, 2, 2, '{NOW}')"
+        f"INSERT INTO eventlog.handler_partitions VALUES ('app', 'plain', 2, 2, 2, '{NOW}', NULL, NULL)"
     ),
 }
 

@@ -66,7 +66,7 @@ async def test_every_statement_of_the_tables_can_be_prepared(outbox: Outbox, loo
     syntax, _ = SYNTAXES[look.dialect]
     missing = {"partitions"} if look.is_file else set[str]()  # SQLite has no partitions
     rendered = [statement.rendered(syntax) for table, _, statement in statements() if table not in missing]
-    texts = list(filter(None, rendered))
+    texts = [text for several in rendered for text in several.split(";\n") if text]
     if look.is_file:
         refused = await asyncio.to_thread(refused_by_sqlite, look.url, texts)
     else:

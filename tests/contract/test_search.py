@@ -135,7 +135,7 @@ async def rows(repository: NotificationSearch, look: Look) -> list[Row]:
         id=row.event_id, correlation_id=row.correlation_id, action_id=row.action_id, namespace=row.namespace,
     ) for row in rows}.values())  # fmt: skip
     if not look.is_file:
-        await look.fetch(f"INSERT INTO {{handler_partitions}} VALUES ('app', 'wide', 2, 3, 2, '{at(0)}')")
+        await look.fetch(f"INSERT INTO {{handler_partitions}} VALUES ('app', 'wide', 2, 3, 2, '{at(0)}', NULL, NULL)")
     return rows
 
 

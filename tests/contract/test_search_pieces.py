@@ -95,7 +95,7 @@ async def test_the_pieces_of_an_order_do_what_the_order_by_ids_does(
     if not look.is_file:
         for namespace, name in (("app", "wide"), ("twin", "wide-twin")):
             await look.fetch(
-                f"INSERT INTO {{handler_partitions}} VALUES ('{namespace}', '{name}', 16, 16, 16, '{NOW}')"
+                f"INSERT INTO {{handler_partitions}} VALUES ('{namespace}', '{name}', 16, 16, 16, '{NOW}', NULL, NULL)"
             )
     await operating.begin()
     twins = Store(operating.store.outbox, look, "twin")

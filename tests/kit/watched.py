@@ -78,7 +78,7 @@ class Filling:
         await self._insert(EVENTS, first, first + UNDELIVERED, values | {"delivered": "FALSE"})
         if not self._look.is_file:
             for number in range(SHARED):
-                row = f"'app', 'h{number:02}', {PARTITIONS}, {PARTITIONS}, {PARTITIONS}, '{BEGINNING}'"
+                row = f"'app', 'h{number:02}', {PARTITIONS}, {PARTITIONS}, {PARTITIONS}, '{BEGINNING}', NULL, NULL"
                 await self._look.fetch(f"INSERT INTO {{handler_partitions}} VALUES ({row})")
         await self._look.fetch(f"""
             INSERT INTO {{operations}} (id, namespace, kind, state, request, actor, origin, matched, done, refused,
