@@ -18,8 +18,7 @@ from .portable import change_schema, sql
 
 OURS = (
     "events", "event_notifications", "subscriptions", "pauses", "schema_versions", "leases", "consumed_events",
-    "started_runs", "handler_minutes", "instance_reports", "operations",
-    "jobs",
+    "started_runs", "handler_minutes", "instance_reports", "operations", "jobs", "rates",
 )  # fmt: skip
 
 

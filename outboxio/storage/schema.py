@@ -362,10 +362,14 @@ def _missing(shard: str, dialect: str, found: Found, missing: Collection[tuple[S
     new = [part for file, part in missing if _is_new(file, part, found)]
     indexes = [part for file, part in missing if file.version <= found.version and _is_made_again(part, found)]
     others = [part for _, part in missing if part not in new and part not in indexes]
+    # Files that were not applied may also change the new parts.
+    files = {file for file, _ in missing} | {
+        each for each in _files_left(dialect, found) if new and not each.is_contract
+    }
     return SchemaMissing(
         shard,
         [part.words for _, part in missing],
-        sorted({f"sql/{dialect}/{file.name}" for file, _ in missing}),
+        sorted(f"sql/{dialect}/{file.name}" for file in files),
         by_hand=_statements(found, others),
         instead=_statements(found, indexes),
         can_migrate=bool(new or indexes),

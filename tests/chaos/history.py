@@ -25,6 +25,7 @@ WHAT = {
     "left": "running() is left, and the outbox is closed",
     "taken": "a cluster lock, with its term", "lost": "a cluster lock", "released": "cluster locks, by order",
     "proven": "the locks are proven until then",
+    "spread": "the number of partitions of a handler rose or fell by itself",
     "blocking": "a handler blocks the event loop until then",
     "start": "a handler is called for an event", "effect": "it did its work", "finish": "it ended",
     "settling": "outcomes are about to be written", "settled": "so many of them were", "refusal": "so many were not",

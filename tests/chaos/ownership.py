@@ -57,7 +57,8 @@ def _long_waits(case: Case) -> Iterator[tuple[Run, int]]:
     """The first runs that began long after their event was committed, and after the last change of partitions."""
     events = {line.action: line.events for line in case.lines("attempt")}
     committed = {event: line.at for line in case.lines("commit") for event in events.get(line.action, ())}
-    changes = [line.at for line in case.lines("fault") if line.how.startswith("repartition")]
+    ordered = [line.at for line in case.lines("fault") if line.how.startswith("repartition")]
+    changes = sorted([*ordered, *(line.at for line in case.lines("spread"))])
     seen = set[str]()
     for run in sorted(case.runs, key=lambda run: run.line.at):
         if run.line.notification in seen:

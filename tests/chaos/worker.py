@@ -34,6 +34,7 @@ from outboxio.runs.run import Run
 from outboxio.runtime.lock_manager import LockManager
 from outboxio.runtime.shard_run import ShardRun
 from outboxio.storage import Shard
+from outboxio.storage.tables.partitions import PartitionTables
 from outboxio.support.aio import to_the_end
 from tests.chaos.case import hook_of, slot_name
 from tests.chaos.handlers import SETS, Followed, Kind
@@ -182,6 +183,18 @@ def watch_locks(history: History, stop: asyncio.Event) -> None:
     LockManager.release, LockManager._give_back = release_all, give  # type: ignore[method-assign]
 
 
+def watch_numbers(history: History) -> None:
+    """Automatic changes of a number of partitions."""
+    change = PartitionTables.set_automatic
+
+    async def watched(self: PartitionTables, *args: Any, **values: Any) -> bool:
+        if is_changed := await change(self, *args, **values):
+            history.write("spread", number=args[2])
+        return is_changed
+
+    PartitionTables.set_automatic = watched  # type: ignore[method-assign]
+
+
 def watch_runs(instance: Instance) -> None:
     """What each worker has decided to run, and when."""
     has_time, next_run, moment = WorkerPool._has_time, Scheduler.next_run, 0.0
@@ -302,6 +315,7 @@ async def main(told: dict[str, Any]) -> None:
     loop.add_reader(0, read)
     loop.add_signal_handler(signal.SIGTERM, stop.set)
     watch_locks(history, stop)
+    watch_numbers(history)
     watch_runs(instance)
     watch_transactions(instance)
     watch_refusals(history)

@@ -517,6 +517,13 @@ def test_a_partition_of_a_frozen_process_is_owned_again_soon_after_its_proofs_ar
     assert left_alone.wrong() == set(), "the database was away meanwhile"
 
 
+@pytest.mark.parametrize(("spread_at", "wrong"), [(1, {9}), (6, set())])
+def test_a_partition_is_wanted_once_the_number_has_risen(left_alone: Story, spread_at: int, wrong: set[int]) -> None:
+    left_alone.tell(4, "a", "lost", lock="app/dispatch/shared/2")
+    left_alone.tell(spread_at, "b", "spread", number=4)
+    assert left_alone.wrong() == wrong
+
+
 def test_nobody_can_own_a_partition_while_no_process_works(left_alone: Story) -> None:
     left_alone.tell(4, "arena", "exit", how="a")
     left_alone.tell(4, "b", "leaving")
