@@ -20,8 +20,8 @@ RIGHTS = (
     "view", "payloads", "retry", "skip", "resume", "replay", "backfill", "pause", "run_job", "stop", "purge",
     "unsubscribe",
 )  # fmt: skip
-"""All rights. ``view`` is a part of every access. ``pause`` is the right to pause and to unpause a handler or a job,
-``unsubscribe`` the right to forget a handler or a job."""
+"""All rights. ``view`` is a part of every access. ``pause`` is the right to pause and unpause a handler or a job, and
+to leave the number of partitions of a handler to outboxio; ``unsubscribe`` the right to forget a handler or a job."""
 
 READING = frozenset({"view", "payloads"})
 """The rights that change nothing."""

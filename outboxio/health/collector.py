@@ -24,7 +24,15 @@ from outboxio.model.operating.groups import Search
 from outboxio.model.operating.operation import JobRow, Operation, OperationState
 from outboxio.model.redaction import Redact, redacted_error
 from outboxio.statistics.figures import Figures, HandlerFigures, JobFigures
-from outboxio.storage.protocols import Announced, Database, DeadFigures, PartitionCount, counts_of, slots_of
+from outboxio.storage.protocols import (
+    Announced,
+    Database,
+    DeadFigures,
+    PartitionCount,
+    counts_of,
+    full_of_automatic,
+    slots_of,
+)
 from outboxio.support import machine
 from outboxio.support.clock import ShardClock, utc_now
 from outboxio.support.text import without_passwords
@@ -112,6 +120,7 @@ class Collector:
             undelivered=await database.probes.undelivered(namespace, now, MOST),
             unroutable={name: number for name, number in numbers.items() if number},
             failed_operations=await self._failed_operations(now),
+            lacks_locks=await full_of_automatic(database, counts.values()) is not None,
             jobs=[redacted_error(job, self._redact) for job in await database.jobs.faulty(namespace, now)],
         )  # fmt: skip
 

@@ -217,6 +217,8 @@ class ShardFacts(Struct, frozen=True, kw_only=True):
     """Of the last hour."""
     jobs: Sequence[JobRow] = ()
     """The jobs that are due, whose last run did not succeed, or that are paused. The first shard keeps the jobs."""
+    lacks_locks: bool = False
+    """True if automatic partitions have their part of the server's locks, so that no handler gets more."""
     took: float = 0.0
     here: LocalShard | None = None
     """The shard as this process knows it, for ``outbox.health()``. Takes precedence over ``error`` and ``schema``."""

@@ -116,8 +116,11 @@ def handler_behind(facts: ShardFacts) -> Iterator[Problem]:
             age = spoken(facts.age(handler.oldest_due))
             rate = facts.limited_to(handler.name)
             limited = "" if rate is None else f", limited to {rate}"
-            text = f"`{handler.name}` is behind: oldest due {age}, {counted(handler.due)} waiting{limited}."
-            yield Problem(text, handler.name, since=handler.oldest_due, after=handler.alert_age)
+            text, fix = f"`{handler.name}` is behind: oldest due {age}, {counted(handler.due)} waiting{limited}.", ""
+            if facts.lacks_locks:
+                text += " More partitions are not possible: automatic partitions have an eighth of the server's locks."
+                fix = "outboxio check"
+            yield Problem(text, handler.name, fix=fix, since=handler.oldest_due, after=handler.alert_age)
 
 
 @RULES.add("outboxio dead --state FAILED --handler {handler}", see=("handler", "See the handler"))

@@ -163,6 +163,11 @@ _ALL = (
         done="{handler} runs again", unchanged="{handler} was not paused",
     ),
     Declared(
+        kind="partitions", permission="pause", arguments={**_HANDLER, "number": "number"}, asks="never",
+        does="set the number of partitions of {handler} to {number}",
+        done="the number of partitions of {handler} is {number}",
+    ),
+    Declared(
         kind="resume", permission="resume", arguments={"handler": "handler", "ordering_key": "key"}, look=_of_key,
         does="resume the key {ordering_key} of {handler} without its dead letter", button="Resume the key",
         effect=["The dead letters that park the key end SKIPPED: the handler never handles these events.",

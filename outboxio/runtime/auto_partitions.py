@@ -20,9 +20,8 @@ import msgspec
 from outboxio.dispatch.dispatcher import Dispatcher
 from outboxio.handlers.handler import Handler
 from outboxio.handlers.options import OLDER_FOR
-from outboxio.operations.partitions.upkeep import SHARE_OF_AUTOMATIC
 from outboxio.runs.ports import HandlingSetup
-from outboxio.storage.protocols import InstanceReport, PartitionCount
+from outboxio.storage.protocols import SHARE_OF_AUTOMATIC, InstanceReport, PartitionCount
 from outboxio.storage.tables.partitions import PartitionTables
 from outboxio.support.log import log_of
 

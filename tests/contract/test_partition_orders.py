@@ -15,6 +15,7 @@ from outboxio.cli.commands.cluster import Request, partitions
 from outboxio.cli.commands.operations import Manner
 from outboxio.cli.commands.status import status
 from outboxio.cli.commands.worker import _names_with_due_rows
+from outboxio.dashboard import Access, Dashboard
 from outboxio.handlers.options import OLDER_FOR
 from outboxio.model.lock_name import LockName
 from outboxio.operations.partitions.owners import in_ranges
@@ -26,6 +27,7 @@ from outboxio.support.clock import ShardClock
 from outboxio.testing import MovableClock
 from outboxio.version import __version__
 from tests.kit.app import Journal, Look, MoneyDeposited, eventually
+from tests.kit.dashboards import browser, send_form
 from tests.kit.inside import clock_of, database_of, owner_of, run_of, shard_of
 from tests.kit.storage import NOW, Store
 
@@ -227,6 +229,21 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("patient")
+async def test_the_dashboard_leaves_an_operators_number_to_outboxio_again(server: Outbox) -> None:
+    dashboard = Dashboard(server, authorize=lambda request: Access("ada", can={"pause"}))
+    await server.admin.partitions("score", 4)
+    async with browser(dashboard) as client:
+        assert "Leave the number to outboxio" in (await client.get("/handlers/score")).text
+
+        await send_form(client, "/orders/partitions", {"handler": "score", "number": "auto"})
+
+        assert (await server.admin.partitions("score"))[0].source == "automatic"
+        [newest] = await server.admin.operations(1)
+        assert (newest.kind, newest.actor, newest.origin) == ("partitions", "ada", "dashboard")
+        assert "Leave the number to outboxio" not in (await client.get("/handlers/score")).text
+        assert (await send_form(client, "/orders/partitions", {"handler": "score", "number": "8"})).status_code == 400
+
+
 async def test_a_running_process_takes_new_partitions_at_once(server: Outbox) -> None:
     async with server.running():
         await eventually(lambda: _owned(server, {"score", "rating"}))

@@ -234,6 +234,12 @@ HEALTHY = {
 }
 
 
+def test_a_handler_that_is_behind_for_want_of_locks_is_told_so() -> None:
+    [finding] = overview(shard(handler(due=8211, oldest_due=ago(minutes=14)), lacks_locks=True)).findings
+    assert finding.sentence.endswith("automatic partitions have an eighth of the server's locks.")
+    assert finding.remedy == "outboxio check"
+
+
 @pytest.mark.parametrize("name", HEALTHY)
 def test_what_is_no_fault_is_not_told(name: str) -> None:
     assert told(HEALTHY[name]) == []

@@ -15,7 +15,7 @@ from outboxio.handlers.handler import Handler
 from outboxio.model.lock_name import Slot
 from outboxio.operations.partitions.owners import EVER
 from outboxio.settings import Settings
-from outboxio.storage.protocols import Database, PartitionCount, counts_of
+from outboxio.storage.protocols import Database, PartitionCount, counts_of, full_of_automatic
 from outboxio.support.clock import Clock, ShardClock
 from outboxio.support.log import log_of
 
@@ -80,9 +80,6 @@ def _alarm(slot: Slot) -> None:
 _SHARE_OF_LOCKS = 4  # the applications of a server share its locks, and a statement needs some for each table
 
 
-SHARE_OF_AUTOMATIC = 8  # all automatic partitions together use at most this part of the server's room for locks
-
-
 async def advice_on_partitions(database: Database, namespace: str, handlers: Iterable[Handler]) -> list[str]:
     """Sentences for an operator: too many locks for the server, and limits that count for each process."""
     registered = list(handlers)
@@ -90,17 +87,16 @@ async def advice_on_partitions(database: Database, namespace: str, handlers: Ite
 
 
 async def _too_many_locks(database: Database, namespace: str, handlers: list[Handler]) -> list[str]:
-    room = await database.lock_room()
-    if room is None:
-        return []
     counts = (await counts_of(database, namespace)).values()
-    automatic = sum(one.number for one in counts if one.is_automatic and one.number > 1)
-    if 2 * automatic * SHARE_OF_AUTOMATIC > room:  # the next handler cannot have as many again
+    if full := await full_of_automatic(database, counts):
         return [
-            f"automatic partitions use {automatic:,} of the server's {room:,} locks, and may use an eighth: "
+            f"automatic partitions use {full[0]:,} of the server's {full[1]:,} locks, and may use an eighth: "
             "handlers whose notifications wait may get fewer partitions than they need; raise "
             "max_locks_per_transaction (the server restarts)"
         ]
+    room = await database.lock_room()
+    if room is None:
+        return []
     locks = {one.handler_name: one.active for one in counts}
     for handler in handlers:
         for name in handler.names:

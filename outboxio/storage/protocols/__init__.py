@@ -12,7 +12,7 @@ A repository turns rows into values and back. ``Session`` works in the transacti
 remaining methods are short transactions, or single autocommit statements, on connections of the loops.
 """
 
-from outboxio.storage.protocols.database import Database, Schema, counts_of
+from outboxio.storage.protocols.database import SHARE_OF_AUTOMATIC, Database, Schema, counts_of, full_of_automatic
 from outboxio.storage.protocols.hot import (
     ClusterLock,
     DispatchStore,
@@ -67,11 +67,11 @@ from outboxio.storage.protocols.values import (
 )
 
 __all__ = [
-    "LONGEST_SILENCE", "SHARE_OF_HEARTBEAT", "ActionPlace", "Announced", "BulkOrder", "ClusterLock", "ClusterView",
-    "CommitLost", "ConsumeResult", "Counted", "Database", "DeadFigures", "DeferredFigures", "DispatchStore",
-    "DueFigures", "EventSummary", "FanoutRequest", "FanoutResult", "FanoutStore", "Found", "FoundAction",
-    "HandlerMinute", "Head", "Holder", "Instance", "InstanceReport",
-    "KeySession", "LastError", "LockGrant", "NewNotification", "OrderingRepository", "Orders", "ParkedKey",
-    "PartitionCount", "Pause", "Piece", "PurgeResult", "Rehomed", "Schema", "SeenLease", "Session", "SessionUnit",
-    "StartedRun", "Taken", "TransactionLost", "Waiting", "active_partitions", "counts_of", "slots_of",
+    "LONGEST_SILENCE", "SHARE_OF_AUTOMATIC", "SHARE_OF_HEARTBEAT", "ActionPlace", "Announced", "BulkOrder",
+    "ClusterLock", "ClusterView", "CommitLost", "ConsumeResult", "Counted", "Database", "DeadFigures",
+    "DeferredFigures", "DispatchStore", "DueFigures", "EventSummary", "FanoutRequest", "FanoutResult", "FanoutStore",
+    "Found", "FoundAction", "HandlerMinute", "Head", "Holder", "Instance", "InstanceReport", "KeySession", "LastError",
+    "LockGrant", "NewNotification", "OrderingRepository", "Orders", "ParkedKey", "PartitionCount", "Pause", "Piece",
+    "PurgeResult", "Rehomed", "Schema", "SeenLease", "Session", "SessionUnit", "StartedRun", "Taken", "TransactionLost",
+    "Waiting", "active_partitions", "counts_of", "full_of_automatic", "slots_of",
 ]  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractAsyncContextManager
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Protocol
@@ -244,6 +244,16 @@ class Database(Protocol):
     def lacks_schema(self, error: BaseException) -> bool:
         """True if a table or a column of outboxio is missing."""
         ...
+
+
+SHARE_OF_AUTOMATIC = 8  # all automatic partitions together use at most this part of the server's room for locks
+
+
+async def full_of_automatic(database: Database, counts: Iterable[PartitionCount]) -> tuple[int, int] | None:
+    """The automatic partitions and the server's room for locks, if the next handler cannot have as many again."""
+    automatic = sum(one.number for one in counts if one.is_automatic and one.number > 1)
+    room = await database.lock_room() if automatic else None
+    return None if room is None or 2 * automatic * SHARE_OF_AUTOMATIC <= room else (automatic, room)
 
 
 async def counts_of(database: Database, namespace: str) -> Mapping[str, PartitionCount]:
