@@ -8,6 +8,7 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
+import psycopg  # noqa: F401  # when imported, it sets the level of its logger, which no test may do
 import pytest
 from alembic import command
 from alembic.config import Config

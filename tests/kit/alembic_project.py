@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 from pathlib import Path
 
-import psycopg  # noqa: F401  # when imported, it sets the level of its logger, which no test may do
 from alembic import command
 from alembic.config import Config
 
