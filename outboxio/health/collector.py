@@ -120,7 +120,6 @@ class Collector:
             undelivered=await database.probes.undelivered(namespace, now, MOST),
             unroutable={name: number for name, number in numbers.items() if number},
             failed_operations=await self._failed_operations(now),
-            lacks_locks=await full_of_automatic(database, counts.values()) is not None,
             jobs=[redacted_error(job, self._redact) for job in await database.jobs.faulty(namespace, now)],
         )  # fmt: skip
 
@@ -185,6 +184,7 @@ class Collector:
         pauses = [one for one in await subscriptions.pauses(namespace) if one.ended_date is None]
         minutes = await self._database.reports.minutes(namespace, now - HOUR)
         alert_ages = _alert_ages(instances, self._handlers)
+        lacks_locks = await full_of_automatic(self._database, counts.values()) is not None
 
         def facts_of(name: str, family: Sequence[str]) -> HandlerFacts:
             ours = [one for one in announced if one.handler_name == name]
@@ -204,6 +204,7 @@ class Collector:
                 paused_since=min(paused, default=None),
                 minutes=[minute for minute in minutes if minute.handler_name in family],
                 alert_age=alert_ages.get(name, ALERT_AGE),
+                lacks_locks=lacks_locks and (name not in counts or counts[name].is_automatic),
                 **asdict(RowFacts.together([rows[each] for each in family])),
             )  # fmt: skip
 

@@ -115,6 +115,8 @@ class HandlerFacts(RowFacts, frozen=True, kw_only=True):
     last_error: str | None = None
     """The newest error, read only if the handler fails."""
     alert_age: timedelta = ALERT_AGE
+    lacks_locks: bool = False
+    """True if the number of partitions is automatic, and cannot rise for want of locks in the server."""
 
     @property
     def is_held(self) -> bool:
@@ -217,8 +219,6 @@ class ShardFacts(Struct, frozen=True, kw_only=True):
     """Of the last hour."""
     jobs: Sequence[JobRow] = ()
     """The jobs that are due, whose last run did not succeed, or that are paused. The first shard keeps the jobs."""
-    lacks_locks: bool = False
-    """True if automatic partitions have their part of the server's locks, so that no handler gets more."""
     took: float = 0.0
     here: LocalShard | None = None
     """The shard as this process knows it, for ``outbox.health()``. Takes precedence over ``error`` and ``schema``."""

@@ -117,8 +117,8 @@ def handler_behind(facts: ShardFacts) -> Iterator[Problem]:
             rate = facts.limited_to(handler.name)
             limited = "" if rate is None else f", limited to {rate}"
             text, fix = f"`{handler.name}` is behind: oldest due {age}, {counted(handler.due)} waiting{limited}.", ""
-            if facts.lacks_locks:
-                text += " More partitions are not possible: automatic partitions have an eighth of the server's locks."
+            if handler.lacks_locks:
+                text += " It gets no more partitions: automatic partitions use up their share of the server's locks."
                 fix = "outboxio check"
             yield Problem(text, handler.name, fix=fix, since=handler.oldest_due, after=handler.alert_age)
 

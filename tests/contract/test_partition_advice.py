@@ -14,7 +14,7 @@ from outboxio.operations.partitions import upkeep
 from outboxio.operations.partitions.upkeep import UnownedWatch, advice_on_partitions
 from outboxio.testing import MovableClock
 from tests.kit.app import Journal, Look, MoneyDeposited
-from tests.kit.inside import clock_of, database_of, handlers_of
+from tests.kit.inside import clock_of, database_of, handlers_of, shard_of
 from tests.kit.storage import Store
 
 pytestmark = pytest.mark.with_tables
@@ -95,6 +95,11 @@ async def advice_for(outbox: Outbox) -> list[str]:
     return await advice_on_partitions(database_of(outbox), "app", handlers_of(outbox))
 
 
+async def lacking_locks(outbox: Outbox) -> dict[str, bool]:
+    facts = await shard_of(outbox).collector().collect()
+    return {handler.name: handler.lacks_locks for handler in facts.handlers}
+
+
 async def test_partitions_that_need_more_than_a_quarter_of_the_locks_are_reported(postgres_url: str) -> None:
     async with Outbox(postgres_url, namespace="app") as outbox:
         await outbox.migrate()
@@ -133,6 +138,8 @@ async def test_automatic_partitions_that_use_up_their_part_of_the_locks_are_repo
     async with Outbox(postgres_url, namespace="app") as outbox:
         await outbox.migrate()
         outbox.handler(MoneyDeposited, name="score")(Journal())
+        async with outbox.running():
+            pass  # the handler is announced
         monkeypatch.setattr(database_of(outbox), "lock_room", _room_for_100)
         await outbox.admin.partitions("score", 8)
         assert await advice_for(outbox) == []
@@ -141,6 +148,9 @@ async def test_automatic_partitions_that_use_up_their_part_of_the_locks_are_repo
 
         [sentence] = await advice_for(outbox)
         assert sentence.startswith("automatic partitions use 8 of the server's 100 locks")
+        assert await lacking_locks(outbox) == {"score": True}
+        await outbox.admin.partitions("score", 8)
+        assert await lacking_locks(outbox) == {"score": False}
 
 
 async def _room_for_100() -> int:

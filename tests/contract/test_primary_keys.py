@@ -89,6 +89,8 @@ async def test_a_primary_key_of_the_operator_is_enough(mysql_url: str) -> None:
     async with Outbox(mysql_url, namespace="app") as outbox:
         await outbox.migrate()
         assert await outbox.migrate() == {"default": []}
+        [row] = await look.fetch("SHOW KEYS FROM {subscriptions} WHERE Key_name = 'PRIMARY'")
+        assert row["Column_name"] == "my_row_id"
         await outbox.check()
         await check_flow(outbox, look)
 

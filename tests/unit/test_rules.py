@@ -234,9 +234,9 @@ HEALTHY = {
 }
 
 
-def test_a_handler_that_is_behind_for_want_of_locks_is_told_so() -> None:
-    [finding] = overview(shard(handler(due=8211, oldest_due=ago(minutes=14)), lacks_locks=True)).findings
-    assert finding.sentence.endswith("automatic partitions have an eighth of the server's locks.")
+def test_a_handler_that_is_behind_and_gets_no_more_partitions_is_reported_with_the_reason() -> None:
+    [finding] = overview(shard(handler(due=8211, oldest_due=ago(minutes=14), lacks_locks=True))).findings
+    assert finding.sentence.endswith("automatic partitions use up their share of the server's locks.")
     assert finding.remedy == "outboxio check"
 
 
