@@ -7,7 +7,7 @@ processes see ``tests/flow/test_crash_poison.py``.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -70,9 +70,11 @@ async def records(look: Look) -> int:
 class Alone(Journal):
     """A handler that knows the number of concurrent runs, its own and those of its siblings."""
 
-    def __init__(self, inside: list[int]) -> None:
+    def __init__(self, inside: list[int], meeting: Mapping[int, asyncio.Barrier] | None = None) -> None:
+        """``meeting``: where the run of an amount waits for others."""
         super().__init__()
         self.inside = inside
+        self.meeting = dict(meeting or {})
         self.beside: dict[int, set[int]] = {}
 
     async def __call__(self, envelope: EventEnvelope[Any]) -> None:
@@ -83,7 +85,7 @@ class Alone(Journal):
             await super().__call__(envelope)
             for _ in range(10):
                 beside.update(self.inside)
-                await asyncio.sleep(0.001)
+                await (asyncio.sleep(0.001) if (meeting := self.meeting.pop(amount, None)) is None else meeting.wait())
         finally:
             self.inside.remove(amount)
             beside.discard(amount)
@@ -214,10 +216,11 @@ async def test_nothing_more_is_recorded_when_all_is_through_that_can_have_been_r
 
 async def test_suspects_run_alone_and_the_others_together(make_outbox: MakeOutbox, look: Look) -> None:
     outbox = await make_outbox(settings=QUICK)
-    journal = Alone([])
+    suspects = {1, 4, 5}
+    others = {*range(12)} - suspects
+    journal = Alone([], dict.fromkeys(others, asyncio.Barrier(len(others))))  # each record may take its own time
     outbox.handler(MoneyDeposited, name="mail")(journal)
     await insert_notifications(outbox, 12)
-    suspects = {1, 4, 5}
     await suspect(outbox, "mail", *suspects)
     await die(look, "mail")
 
