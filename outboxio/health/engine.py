@@ -61,8 +61,8 @@ class Rule(Struct, frozen=True, kw_only=True):
     def _finding(self, problem: Problem) -> Finding:
         names = {"handler": quote(problem.handler or ""), "job": quote(problem.job or "")}
         return Finding(
-            rule=self.name, level=self.level, sentence=problem.text, remedy=problem.fix or self.fix.format(**names),
-            handler=problem.handler, job=problem.job,
+            rule=self.name, level=self.level, text=problem.text, fix=problem.fix or self.fix.format(**names),
+            handler=problem.handler, job=problem.job, since=problem.since,
         )  # fmt: skip
 
 
@@ -100,9 +100,9 @@ def worst(findings: Sequence[Finding]) -> Level:
 
 
 def _placed(finding: Finding, *, is_down: bool) -> Finding:
-    """The finding of one shard of several, with the shard in the sentence."""
+    """The finding of one shard of several, with the shard in the text."""
     names = f"`{finding.shard}`", repr(finding.shard)
-    sentence = finding.sentence
-    if not any(name in sentence for name in names):
-        sentence = f"{sentence.rstrip('.')} (shard `{finding.shard}`)."
-    return replace(finding, sentence=sentence, level=finding.level if is_down else "degraded")
+    text = finding.text
+    if not any(name in text for name in names):
+        text = f"{text.rstrip('.')} (shard `{finding.shard}`)."
+    return replace(finding, text=text, level=finding.level if is_down else "degraded")

@@ -75,7 +75,7 @@ def overview_of(facts: Facts) -> Overview:
     figures = _figures(facts, handlers, shards, instances)
     return Overview(
         level=worst(findings),
-        verdict=[finding.sentence for finding in findings] or [_all_is_well(handlers, figures)],
+        verdict=[finding.text for finding in findings] or [_all_is_well(handlers, figures)],
         findings=tuple(findings),
         figures=figures,
         handlers=handlers,

@@ -22,12 +22,17 @@ class Finding(Struct, frozen=True, kw_only=True):
     rule: str
     """The name of the rule, which never changes: alerts, health and the runbook use the name."""
     level: Level
-    sentence: str
-    remedy: str
-    """A command that mends the fault, or that says more."""
+    text: str
+    """What is wrong, in a sentence."""
+    fix: str
+    """A command that fixes the fault, or that shows more."""
     handler: str | None = None
     shard: str | None = None
     job: str | None = None
+    since: datetime | None = None
+    """When the fault began, by the clock of the database; ``None`` if that is not known."""
+    ended: datetime | None = None
+    """When the fault was found no longer. Only in a finding that has ended (``outbox.on_finding``)."""
 
 
 class HandlerStatus(Struct, frozen=True, kw_only=True):
@@ -193,7 +198,7 @@ class Overview(Struct, frozen=True, kw_only=True):
         overview = await outbox.admin.overview()
         print(overview.level)  # degraded
         for finding in overview.findings:
-            print(finding.sentence, finding.remedy)
+            print(finding.text, finding.fix)
     """
 
     level: Level

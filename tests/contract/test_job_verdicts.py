@@ -23,7 +23,7 @@ MINUTE = timedelta(minutes=1)
 
 async def told(outbox: Outbox) -> dict[str, str]:
     """The sentences of the rules about jobs, by rule."""
-    return {one.rule: one.sentence for one in (await fresh_overview(outbox)).findings if one.job is not None}
+    return {one.rule: one.text for one in (await fresh_overview(outbox)).findings if one.job is not None}
 
 
 async def reported(outbox: Outbox, clock: MovableClock) -> None:

@@ -46,7 +46,7 @@ async def told(outbox: Outbox) -> list[str]:
     """The rules that find a fault now."""
     overview = await fresh_overview(outbox)
     found = [finding.rule for finding in overview.findings]
-    assert overview.verdict == [finding.sentence for finding in overview.findings] or overview.level == "ok"
+    assert overview.verdict == [finding.text for finding in overview.findings] or overview.level == "ok"
     assert (overview.level == "ok") == (found == [])
     return found
 
@@ -55,9 +55,9 @@ async def sentence(outbox: Outbox, rule: str) -> str:
     """The sentence of the only finding, which a rule has made. The dashboard shows the sentence, too."""
     [finding] = (await fresh_overview(outbox)).findings
     assert finding.rule == rule
-    assert finding.remedy
-    assert finding.sentence.replace("`", "") in await page_of(outbox)
-    return finding.sentence
+    assert finding.fix
+    assert finding.text.replace("`", "") in await page_of(outbox)
+    return finding.text
 
 
 async def page_of(outbox: Outbox) -> str:
@@ -384,8 +384,8 @@ async def test_rule_handler_resting(outbox: Outbox, clock: MovableClock) -> None
         await reported(outbox, clock)
         [said] = [one for one in (await fresh_overview(outbox)).findings if one.rule == "handler_resting"]
         assert said.handler == "mail"
-        assert f"in process {owner_of(outbox)}: " in said.sentence
-        assert "the mail server is away" in said.sentence
+        assert f"in process {owner_of(outbox)}: " in said.text
+        assert "the mail server is away" in said.text
         away = False
         await eventually(lambda: outbox.statistics["default"].handlers["mail"].succeeded == 1)
         await reported(outbox, clock)
@@ -408,7 +408,7 @@ async def test_rule_stuck_runs(outbox: Outbox, clock: MovableClock) -> None:
             await outbox.executor.execute(Emit((1,)))
             await eventually(lambda: counters(outbox).stuck == 1)
             await reported(outbox, clock)
-            said = [one.sentence for one in (await fresh_overview(outbox)).findings if one.rule == "stuck_runs"]
+            said = [one.text for one in (await fresh_overview(outbox)).findings if one.rule == "stuck_runs"]
             assert said == [f"1 run of `mail` is stuck in process {owner_of(outbox)}."]
             [[stuck]] = [one.stuck_runs for one in (await fresh_overview(outbox)).instances]
             assert (stuck.handler, "in wait" in stuck.at or "in stubborn" in stuck.at) == ("mail", True)

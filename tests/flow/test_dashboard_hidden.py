@@ -109,7 +109,7 @@ async def test_sentences_of_findings_end_before_the_message_of_an_error() -> Non
     async with desk(Access.viewer("grace")) as (outbox, _):
         overview = await outbox.admin.overview()
     for rule, sentence in sentences.items():
-        finding = Finding(rule=rule, level="degraded", sentence=sentence, remedy="", handler="a: b", shard="x")
+        finding = Finding(rule=rule, level="degraded", text=sentence, fix="", handler="a: b", shard="x")
         [shown] = without_messages(replace(overview, findings=(finding,))).findings
-        assert sentence.startswith(shown.sentence.rstrip("."))
-        assert SECRET not in shown.sentence
+        assert sentence.startswith(shown.text.rstrip("."))
+        assert SECRET not in shown.text

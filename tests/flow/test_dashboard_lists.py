@@ -76,7 +76,7 @@ async def test_handlers_stand_worst_first_with_what_is_wrong(busy_file: Path, tm
         assert {finding["handler"] for finding in found["findings"]} <= set(names)
         page = await text(client, "/handlers")
         assert "parked by a dead letter" in page
-        assert all(_plain(finding["sentence"]) in _plain(page) for finding in found["findings"])
+        assert all(_plain(finding["text"]) in _plain(page) for finding in found["findings"])
         assert "paused" in page
 
         part = await facts(client, "/handlers?name=INVOICE")

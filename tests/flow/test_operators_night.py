@@ -125,7 +125,7 @@ async def test_an_operator_finds_mends_and_checks_with_commands_alone(shell: She
         doctor = await shell.json("doctor", code=1)
         [finding] = [finding for finding in doctor["findings"] if finding["rule"] == "new_dead"]
         assert finding["handler"] == "receipt"
-        assert "outboxio " in finding["remedy"]
+        assert "outboxio " in finding["fix"]
 
         # Which errors? All 20 orders are one group, although each message has another number.
         [group] = (await shell.json("dead", "--since", "1h"))["groups"]

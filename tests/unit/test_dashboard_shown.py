@@ -179,7 +179,7 @@ async def test_a_user_without_the_right_to_payloads_sees_types_of_errors_only() 
 
 async def test_the_sentence_of_a_failing_handler_ends_before_the_message() -> None:
     sentence = "`a: b` fails 92% of 12 runs of the last 5 minutes: ConnectionError: secret: more."
-    failing = Finding(rule="handler_failing", level="degraded", sentence=sentence, remedy="", handler="a: b", shard="x")
+    failing = Finding(rule="handler_failing", level="degraded", text=sentence, fix="", handler="a: b", shard="x")
     async with memory_outbox() as outbox:
         overview = await outbox.admin.overview()
     told = without_messages(replace(overview, findings=(failing,)))
@@ -189,7 +189,7 @@ async def test_the_sentence_of_a_failing_handler_ends_before_the_message() -> No
 
 async def test_the_sentence_of_a_failing_job_ends_before_the_message() -> None:
     sentence = "Job `a: b` ended FAILED 14 min ago, after 3 attempts: ConnectionError: secret: more."
-    failing = Finding(rule="job_failing", level="degraded", sentence=sentence, remedy="", job="a: b", shard="x")
+    failing = Finding(rule="job_failing", level="degraded", text=sentence, fix="", job="a: b", shard="x")
     async with memory_outbox() as outbox:
         overview = await outbox.admin.overview()
     told = without_messages(replace(overview, findings=(failing,)))

@@ -81,7 +81,7 @@ RUNS = {"state": "RUNNING", "due_date": NOW + timedelta(seconds=50), "started_da
 
 
 def told(facts: ShardFacts) -> list[tuple[str, str]]:
-    return [(finding.rule, finding.sentence) for finding in overview(facts).findings]
+    return [(finding.rule, finding.text) for finding in overview(facts).findings]
 
 
 def minutes(*, succeeded: int = 0, failed: int = 0, back: int = 0) -> list[HandlerMinute]:
@@ -195,10 +195,10 @@ def test_there_is_a_fault_for_each_rule() -> None:
 def test_each_rule_tells_its_fault_once_with_a_remedy(rule: str) -> None:
     facts, sentence = FAULTS[rule]
     found = overview(facts)
-    assert [(finding.rule, finding.sentence) for finding in found.findings] == [(rule, sentence)]
+    assert [(finding.rule, finding.text) for finding in found.findings] == [(rule, sentence)]
     assert found.verdict == [sentence]
     assert found.level == ("down" if rule in RULE_NAMES[:3] else "degraded")
-    assert found.findings[0].remedy
+    assert found.findings[0].fix
 
 
 HEALTHY = {
@@ -236,8 +236,8 @@ HEALTHY = {
 
 def test_a_handler_that_is_behind_and_gets_no_more_partitions_is_reported_with_the_reason() -> None:
     [finding] = overview(shard(handler(due=8211, oldest_due=ago(minutes=14), lacks_locks=True))).findings
-    assert finding.sentence.endswith("automatic partitions use up their share of the server's locks.")
-    assert finding.remedy == "outboxio check"
+    assert finding.text.endswith("automatic partitions use up their share of the server's locks.")
+    assert finding.fix == "outboxio check"
 
 
 @pytest.mark.parametrize("name", HEALTHY)
@@ -250,11 +250,11 @@ def test_notifications_of_newer_versions_are_a_finding_of_their_handler() -> Non
     [finding] = overview(shard(handler(deferred=waits))).findings
 
     assert (finding.rule, finding.handler, finding.level) == ("unroutable", "ledger", "degraded")
-    assert finding.sentence == (
+    assert finding.text == (
         "5 notifications of `ledger` wait for version 2 of `Made`, and no process that runs the handler has it: deploy "
         "the newer code to the processes that run handlers."
     )
-    assert finding.remedy == "outboxio list --handler ledger --type Made"
+    assert finding.fix == "outboxio list --handler ledger --type Made"
 
 
 def test_newer_versions_are_named_with_their_counts() -> None:

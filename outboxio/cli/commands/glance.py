@@ -31,8 +31,8 @@ async def doctor(outbox: Outbox, *, as_json: bool) -> Exit:
     elif overview.findings:
         for finding in overview.findings:
             say(
-                line(_MARKS[finding.level], f"  {finding.sentence}"),
-                line(("      to mend it  ", "dim"), with_outbox(finding.remedy)),
+                line(_MARKS[finding.level], f"  {finding.text}"),
+                line(("      to mend it  ", "dim"), with_outbox(finding.fix)),
             )
     else:
         say(*_findings(overview))
@@ -128,7 +128,7 @@ def _code(overview: Overview, code: Exit = Exit.FINE) -> Exit:
 def _findings(overview: Overview) -> list[RenderableType]:
     if not overview.findings:
         return [line(_MARKS["ok"], f"  {sentence}") for sentence in overview.verdict]
-    return [line(_MARKS[finding.level], f"  {finding.sentence}") for finding in overview.findings]
+    return [line(_MARKS[finding.level], f"  {finding.text}") for finding in overview.findings]
 
 
 def _figures(overview: Overview) -> RenderableType:

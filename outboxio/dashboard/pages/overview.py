@@ -88,24 +88,24 @@ def parted(handlers: Sequence[HandlerStatus]) -> tuple[Sequence[HandlerStatus], 
 def without_messages(found: Overview) -> Overview:
     """The overview without the messages of errors, which may quote a payload."""
     findings = tuple(map(_without_message, found.findings))
-    verdict = [finding.sentence for finding in findings] or found.verdict
+    verdict = [finding.text for finding in findings] or found.verdict
     return replace(found, findings=findings, verdict=verdict)
 
 
 def _without_message(finding: Finding) -> Finding:
     if finding.rule == "operation_failed":
-        return replace(finding, sentence="An order has failed.")
+        return replace(finding, text="An order has failed.")
     if finding.rule == "handler_resting":
-        name, verb, rest = finding.sentence.partition("` has rested for ")
-        return replace(finding, sentence=f"{name}{verb}{rest.partition(': ')[0]}.")
+        name, verb, rest = finding.text.partition("` has rested for ")
+        return replace(finding, text=f"{name}{verb}{rest.partition(': ')[0]}.")
     if finding.rule == "handler_failing":
         name = f"`{finding.handler}`"
     elif finding.rule == "job_failing":
         name = f"Job `{finding.job}`"
     else:
         return finding
-    figures, _, _ = finding.sentence.removeprefix(name).partition(":")
-    return replace(finding, sentence=f"{name}{figures.rstrip('.')}.")
+    figures, _, _ = finding.text.removeprefix(name).partition(":")
+    return replace(finding, text=f"{name}{figures.rstrip('.')}.")
 
 
 def _only_types(needs: Needs) -> Needs:
