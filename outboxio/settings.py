@@ -126,6 +126,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     subscription_ttl: Duration = default_duration("7d")
     """Time for which a handler that no process has any longer still gets notifications."""
 
+    failing_alert_after: Duration = default_duration("1h")
+    """Time for which a notification must have been failing before the overview and ``outboxio doctor`` report it."""
+
     connect_timeout: Duration = default_duration("10s")
     """Time in which a new connection to a server must be open."""
 

@@ -16,25 +16,37 @@ from msgspec.structs import asdict, replace
 from outboxio.errors import DatabaseUnavailable, SchemaError, SchemaNewer
 from outboxio.handlers.handler import HandlerRegistry
 from outboxio.handlers.options import ALERT_AGE
-from outboxio.health.facts import JUST_ANNOUNCED, HandlerFacts, InstanceFacts, LockFacts, RowFacts, ShardFacts
+from outboxio.health.facts import (
+    GONE_AFTER,
+    JUST_ANNOUNCED,
+    Failing,
+    HandlerFacts,
+    InstanceFacts,
+    LockFacts,
+    RowFacts,
+    ShardFacts,
+)
+from outboxio.health.reasons import Reason, waiting_in
 from outboxio.health.values import MOST, brief
 from outboxio.model.lock_name import LockName, Slot
-from outboxio.model.notification import State
+from outboxio.model.notification import NotificationRecord, State
 from outboxio.model.operating.groups import Search
 from outboxio.model.operating.operation import JobRow, Operation, OperationState
 from outboxio.model.redaction import Redact, redacted_error
+from outboxio.settings import Settings
 from outboxio.statistics.figures import Figures, HandlerFigures, JobFigures
 from outboxio.storage.protocols import (
     Announced,
     Database,
     DeadFigures,
+    DueFigures,
+    HandlerMinute,
     PartitionCount,
-    counts_of,
     full_of_automatic,
     slots_of,
 )
 from outboxio.support import machine
-from outboxio.support.clock import ShardClock, utc_now
+from outboxio.support.clock import ShardClock, naive_utc, utc_now
 from outboxio.support.text import without_passwords
 
 PATIENCE = 5.0  # seconds for all statements on a shard
@@ -44,7 +56,7 @@ MOST_KEYS = 100
 MOST_KEYS_OF_METRICS = 1000
 _INSTANCES_FOR = timedelta(minutes=10)  # the time for which a dead process is shown
 _OPERATIONS = 20
-_UNOWNED_FOR = timedelta(seconds=5)
+_MOST_FAILING = 100
 
 _FAILURES = (State.FAILED, State.DEAD, State.EXPIRED, State.DYING)
 
@@ -56,15 +68,16 @@ class Collector:
     """Reads the facts of a shard."""
 
     def __init__(
-        self, namespace: str, database: Database, clock: ShardClock, handlers: HandlerRegistry, ttl: timedelta,
+        self, namespace: str, database: Database, clock: ShardClock, handlers: HandlerRegistry, settings: Settings,
         redact: Redact,
     ) -> None:  # fmt: skip
-        """``ttl``: the setting ``subscription_ttl``."""
+        self.shard = database.name
         self._namespace = namespace
         self._database = database
         self._clock = clock
         self._handlers = handlers
-        self._ttl = ttl
+        self._ttl = settings.subscription_ttl
+        self._failing_after = settings.failing_alert_after
         self._redact = redact
         self._checked_at = float("-inf")
         self._pending: Sequence[str] = ()
@@ -93,35 +106,89 @@ class Collector:
         return ShardFacts(name=self._database.name, now=self._clock(), error=error, schema=schema)
 
     async def _collect(self) -> ShardFacts:
-        namespace, database = self._namespace, self._database
         pending = await self._check()
         now, offset = await self._now()
+        facts = await self.rows_and_locks(now)
+        minutes = await self._database.reports.minutes(self._namespace, now - HOUR) if facts.handlers else []
+        return replace(
+            facts, pending=pending, clock_offset=offset,
+            handlers=[await self._completed(handler, minutes, now) for handler in facts.handlers],
+            failed_operations=await self._failed_operations(now),
+            jobs=[
+                redacted_error(job, self._redact) for job in await self._database.jobs.faulty(self._namespace, now)
+            ],
+        )  # fmt: skip
+
+    async def rows_and_locks(
+        self, now: datetime, *, most: int = MOST, most_keys: int = MOST_KEYS, names: Sequence[str] | None = None
+    ) -> ShardFacts:
+        """The facts about rows, locks and processes, without errors, jobs and figures by minute.
+
+        ``most``: the bound of every number. ``names``: count the rows of these stored names only.
+        """
+        namespace, database = self._namespace, self._database
         seen_since = self._clock.settled() - self._ttl
-        announced = [
-            one for one in await database.subscriptions.announced(namespace) if one.last_seen_date > seen_since
-        ]
+        subscriptions = await database.subscriptions.announced(namespace)
+        announced = [one for one in subscriptions if one.last_seen_date > seen_since]
         families = _families(announced)
-        known = {name for names in families.values() for name in names}
-        unroutable = sorted({*await database.stored_notifications.unfinished_names(namespace)} - known)
-        dead_names = known.intersection(await database.probes.dead_names(namespace))
-        counts = await counts_of(database, namespace)
-        rows = await self._rows(families, unroutable, counts, dead_names, now, MOST_KEYS)
+        known = {name for each in families.values() for name in each}
+        orders = await database.subscriptions.orders(namespace)
+        counts = {one.handler_name: one for one in orders.partitions}
         instances = [
             InstanceFacts.of(one, now, self._redact)
             for one in await database.reports.reports(namespace, now - _INSTANCES_FOR)
         ]
-        fanout = LockName(namespace, "fanout")
-        holder = (await database.subscriptions.holders([fanout])).get(fanout)
-        numbers = {name: rows[name].unfinished for name in unroutable}
+        fanout, held = await self._locks(slots_of(counts, sorted(known)), announced, instances, now)
+        dead_names = set(await database.probes.dead_names(namespace))
+        others = {*await database.stored_notifications.unfinished_names(namespace), *dead_names} - known
+        stored = sorted(known | others) if names is None else names
+        rows = await self._rows(stored, families, counts, dead_names, held, now, most, most_keys)
+        lacks_locks = bool(families) and await full_of_automatic(database, counts.values()) is not None
+        paused = await database.subscriptions.pauses(namespace) if orders.pauses else ()
+        pauses = {one.handler_name: one.paused_date or now for one in paused if one.ended_date is None}
+        alert_ages, seen = _alert_ages(instances, self._handlers), _last_seen(subscriptions)
+
+        def handler(name: str, family: Sequence[str]) -> HandlerFacts:
+            ours = [one for one in announced if one.handler_name == name]
+            return HandlerFacts(
+                name=name,
+                aliases=tuple(each for each in family if each != name),
+                event_types=tuple(sorted({one.event_type for one in ours if one.event_type})),
+                topics=tuple(sorted({one.topic for one in ours if one.topic})),
+                last_seen=max(one.last_seen_date for one in ours),
+                is_gone=seen[name] < max(seen.values()) - GONE_AFTER,
+                locks=[lock for slot, lock in held.items() if slot.handler_name == name],
+                unheld={
+                    each: tuple(slot.partition for slot, lock in held.items() if slot[0] == each and not lock.is_held)
+                    for each in family
+                },
+                paused_since=min((pauses[each] for each in family if each in pauses), default=None),
+                alert_age=alert_ages.get(name, ALERT_AGE),
+                lacks_locks=lacks_locks and (name not in counts or counts[name].is_automatic),
+                **asdict(RowFacts.together([rows[each] for each in family if each in rows])),
+            )
+
         return ShardFacts(
-            name=database.name, now=now, pending=pending, clock_offset=offset, instances=instances,
-            handlers=await self._handler_facts(families, announced, rows, counts, instances, now),
-            fanout=LockFacts.of(0, holder, instances, now),
-            undelivered=await database.probes.undelivered(namespace, now, MOST),
-            unroutable={name: number for name, number in numbers.items() if number},
-            failed_operations=await self._failed_operations(now),
-            jobs=[redacted_error(job, self._redact) for job in await database.jobs.faulty(namespace, now)],
+            name=database.name, now=now, instances=instances, rows=rows, fanout=fanout,
+            handlers=[handler(*family) for family in families.items()],
+            undelivered=await database.probes.undelivered(namespace, now, most),
         )  # fmt: skip
+
+    async def _locks(
+        self, slots: Sequence[Slot], announced: Sequence[Announced], instances: Sequence[InstanceFacts], now: datetime
+    ) -> tuple[LockFacts, dict[Slot, LockFacts]]:
+        """The lock of fan-out, and those of slots."""
+        fanout = LockName(self._namespace, "fanout")
+        locks = {slot: LockName(self._namespace, "dispatch", *slot) for slot in slots}
+        holders = await self._database.subscriptions.holders([fanout, *locks.values()])
+        since = now - JUST_ANNOUNCED
+        just_announced = {name for one in announced if one.last_seen_date > since for name in one.names}
+        return LockFacts.of(0, holders.get(fanout), instances, now), {
+            slot: LockFacts.of(
+                slot.partition, holders.get(lock), instances, now, is_announced=slot.handler_name in just_announced
+            )
+            for slot, lock in locks.items()
+        }
 
     async def _check(self) -> Sequence[str]:
         """Check the tables at most once a minute. Returns the contract files that wait."""
@@ -142,27 +209,32 @@ class Collector:
         return self._clock(), 0.0 if slow <= 0 <= fast else min(slow, fast, key=abs)
 
     async def _rows(
-        self, families: Families, others: Sequence[str], counts: Mapping[str, PartitionCount],
-        dead_names: Set[str], now: datetime, most_keys: int,
+        self, names: Sequence[str], families: Families, counts: Mapping[str, PartitionCount], dead_names: Set[str],
+        held: Mapping[Slot, LockFacts], now: datetime, most: int, most_keys: int,
     ) -> dict[str, RowFacts]:  # fmt: skip
-        """The notifications of each stored name: of handlers, and of other names.
+        """The notifications of each stored name.
 
         ``dead_names``: the names of which DEAD and EXPIRED notifications are counted.
         """
-        names = sorted({*others, *(name for family in families.values() for name in family)})
         namespace, probes = self._namespace, self._database.probes
         slots = slots_of(counts, names)
-        due = {one.handler_name: one for one in await probes.due(namespace, slots, now, MOST)}
-        deferred = await self._database.deferred.count(namespace, slots, MOST)
-        blocked = await probes.blocked(namespace, names, MOST)
-        dead = {one.handler_name: one for one in await probes.dead(namespace, sorted(dead_names), now - HOUR, MOST)}
+        due = {one.handler_name: one for one in await probes.due(namespace, slots, now, most)}
+        unheld = [slot for slot in slots if slot in held and not held[slot].is_held and due[slot.handler_name].due]
+        unowned = {one.handler_name: one for one in await probes.due(namespace, unheld, now, most)}
+        deferred = await self._database.deferred.count(namespace, slots, most)
+        blocked = await probes.blocked(namespace, names, most)
+        ended_names = sorted(dead_names & set(names))
+        dead = {one.handler_name: one for one in await probes.dead(namespace, ended_names, now - HOUR, most)}
         parking = [family for family in families.values() if not dead_names.isdisjoint(family)]
         parked = await probes.parked(namespace, parking, most_keys) if parking else ()
 
         def rows_of(name: str) -> RowFacts:
             ended = dead.get(name, DeadFigures(name, 0, 0, None))
+            without_owner = unowned.get(name, DueFigures(name, 0, 0, None))
             return RowFacts(
-                due=due[name].due, oldest_due=due[name].oldest_due, waiting=due[name].waiting,
+                due=due[name].due, oldest_due=due[name].oldest_due,
+                unowned=without_owner.due, oldest_unowned=without_owner.oldest_due,
+                waiting=due[name].waiting, retrying=due[name].retrying, far=due[name].far,
                 deferred=[one for one in deferred if one.handler_name == name], blocked=blocked[name].number,
                 dead=ended.number, dead_hour=ended.recent, newest_dead=ended.newest,
                 parked=[key for key in parked if key.handler_name == name],
@@ -170,59 +242,37 @@ class Collector:
 
         return {name: rows_of(name) for name in names}
 
-    # --- handlers ----------------------------------------------------------------------------------
+    # --- errors ------------------------------------------------------------------------------------
 
-    async def _handler_facts(
-        self, families: Families, announced: Sequence[Announced], rows: Mapping[str, RowFacts],
-        counts: Mapping[str, PartitionCount], instances: Sequence[InstanceFacts], now: datetime,
-    ) -> list[HandlerFacts]:  # fmt: skip
-        if not families:
-            return []
-        namespace, subscriptions = self._namespace, self._database.subscriptions
-        locks = [LockName(namespace, "dispatch", *slot) for slot in slots_of(counts, sorted(families))]
-        holders = await subscriptions.holders(locks)
-        pauses = [one for one in await subscriptions.pauses(namespace) if one.ended_date is None]
-        minutes = await self._database.reports.minutes(namespace, now - HOUR)
-        alert_ages = _alert_ages(instances, self._handlers)
-        lacks_locks = await full_of_automatic(self._database, counts.values()) is not None
-
-        def facts_of(name: str, family: Sequence[str]) -> HandlerFacts:
-            ours = [one for one in announced if one.handler_name == name]
-            last_seen = max(one.last_seen_date for one in ours)
-            is_announced = now - last_seen < JUST_ANNOUNCED
-            paused = [one.paused_date or now for one in pauses if one.handler_name in family]
-            return HandlerFacts(
-                name=name,
-                aliases=tuple(each for each in family if each != name),
-                event_types=tuple(sorted({one.event_type for one in ours if one.event_type})),
-                topics=tuple(sorted({one.topic for one in ours if one.topic})),
-                last_seen=last_seen,
-                locks=[
-                    LockFacts.of(lock.partition, holders.get(lock), instances, now, is_announced=is_announced)
-                    for lock in locks if lock.handler_name == name
-                ],
-                paused_since=min(paused, default=None),
-                minutes=[minute for minute in minutes if minute.handler_name in family],
-                alert_age=alert_ages.get(name, ALERT_AGE),
-                lacks_locks=lacks_locks and (name not in counts or counts[name].is_automatic),
-                **asdict(RowFacts.together([rows[each] for each in family])),
-            )  # fmt: skip
-
-        return [await self._completed(facts_of(name, family), now) for name, family in families.items()]
-
-    async def _completed(self, handler: HandlerFacts, now: datetime) -> HandlerFacts:
-        """The handler with partitions that no process holds, and with its newest error if it fails."""
-        unowned: list[int] = []
-        unheld = [lock.partition for lock in handler.locks if not lock.is_held]
-        if len(unheld) < len(handler.locks):
-            any_due, long_ago = self._database.stored_notifications.any_due, now - _UNOWNED_FOR
-            unowned = [one for one in unheld if await any_due(self._namespace, long_ago, [Slot(handler.name, one)])]
-        error: str | None = None
+    async def _completed(self, handler: HandlerFacts, minutes: Sequence[HandlerMinute], now: datetime) -> HandlerFacts:
+        """The handler with its figures by minute, its newest error if it fails, and the rows that fail for long."""
+        names = (handler.name, *handler.aliases)
+        ours = [minute for minute in minutes if minute.handler_name in names]
+        handler, error = replace(handler, minutes=ours), None
         if handler.is_failing(now):
-            search = Search(states=_FAILURES, names=(handler.name, *handler.aliases))
+            search = Search(states=_FAILURES, names=names)
             errors = (await self._database.search.last_errors(self._namespace, search, 1)).rows
             error = brief(self._redact(f"{errors[0].type}: {errors[0].message}")) if errors else None
-        return replace(handler, unowned_due=unowned, last_error=error)
+        has_failed = handler.retrying or any(minute.failed for minute in ours)
+        failing = await self._failing(handler, now - self._failing_after) if has_failed else None
+        return replace(handler, last_error=error, failing=failing)
+
+    async def _failing(self, handler: HandlerFacts, before: datetime) -> Failing | None:
+        """The notifications of a handler that have been failing since before a moment."""
+        slots = [Slot(name, lock.partition) for name in (handler.name, *handler.aliases) for lock in handler.locks]
+        found = await self._database.probes.failing(self._namespace, slots, before, _MOST_FAILING)
+        records = await self._database.stored_notifications.records(self._namespace, found, documents=False)
+        failed = sorted(
+            (since, record.sequence, record) for record in records if (since := failing_since(record)) < before
+        )
+        if not failed:
+            return None
+        since, _, first = failed[0]
+        error = first.errors[-1] if first.errors else {"type": "no error", "message": "is stored"}
+        return Failing(
+            len(failed), since, brief(self._redact(f"{error.get('type')}: {error.get('message')}")),
+            sorted({record.ordering_key for _, _, record in failed if record.ordering_key is not None}),
+        )  # fmt: skip
 
     async def _failed_operations(self, now: datetime) -> list[Operation]:
         newest = await self._database.operations.select(self._namespace, _OPERATIONS, None)
@@ -233,39 +283,53 @@ class Collector:
 
     async def figures(self) -> Figures:
         """The figures that metrics show, each counted up to a bound. A stored name without a handler is shown too."""
-        now, namespace, database = self._clock(), self._namespace, self._database
-        announced = await database.subscriptions.announced(namespace)
-        present = {name: one.handler_name for one in announced for name in one.names}
+        now, database = self._clock(), self._database
+        facts = await self.rows_and_locks(now, most_keys=MOST_KEYS_OF_METRICS)
+        by_reason = waiting_in(facts)
+        present = {name: one.name for one in facts.handlers for name in (*one.aliases, one.name)}
         present |= {name: handler.name for handler in self._handlers for name in handler.names}
-        unfinished = await database.stored_notifications.unfinished_names(namespace)
-        dead_names = set(await database.probes.dead_names(namespace))
-        families: dict[str, list[str]] = {}
-        for name in sorted({*present, *unfinished, *dead_names}):
-            families.setdefault(present.get(name, name), []).append(name)
-        rows = await self._rows(
-            families, (), await counts_of(database, namespace), dead_names, now, MOST_KEYS_OF_METRICS
-        )
+        shown: dict[str, list[str]] = {}
+        for name in facts.rows:
+            shown.setdefault(present.get(name, name), []).append(name)
         wanted = {one.event_type for handler in self._handlers for one in self._handlers.wanted_by(handler)}
-        wanted |= {one.event_type for one in announced}
-        undelivered = await database.probes.undelivered(namespace, now, MOST)
-        dates = (one.oldest for name, one in undelivered.items() if name in wanted)
-        seen_since = self._clock.settled() - self._ttl
-        routable = {name for one in announced if one.last_seen_date > seen_since for name in one.names}
-        routable |= set(self._handlers.names)
+        wanted |= facts.wanted_types
+        waits = [one for name, one in facts.undelivered.items() if name in wanted]
         return Figures(
             handlers={
-                handler: _handler_figures(RowFacts.together([rows[name] for name in names]), now)
-                for handler, names in families.items()
+                handler: _handler_figures(RowFacts.together([facts.rows[name] for name in names]), now)
+                for handler, names in shown.items()
             },
-            jobs={job.name: _job_figures(job, now) for job in await database.jobs.all(namespace, errors=False)},
-            undelivered=sum(one.number for name, one in undelivered.items() if name in wanted),
-            undelivered_age=_age(min((date for date in dates if date is not None), default=None), now),
-            unwanted=sum(one.number for name, one in undelivered.items() if name not in wanted),
+            waiting={
+                (handler, reason.value): sum(by_reason[name].get(reason, 0) for name in names)
+                for handler, names in shown.items() for reason in Reason
+            },
+            jobs={job.name: _job_figures(job, now) for job in await database.jobs.all(self._namespace, errors=False)},
+            undelivered=sum(one.number for one in waits),
+            undelivered_age=_age(min((one.oldest for one in waits if one.oldest is not None), default=None), now),
+            unwanted=sum(one.number for name, one in facts.undelivered.items() if name not in wanted),
             unroutable=sum(
-                sum(each.number for each in one.deferred) + (0 if name in routable else one.due + one.waiting)
-                for name, one in rows.items()
+                counts.get(Reason.NO_HANDLER, 0) + counts.get(Reason.VERSION, 0) for counts in by_reason.values()
             ),
-        )
+        )  # fmt: skip
+
+
+def failing_since(record: NotificationRecord) -> datetime:
+    """When a notification that has failed did so first, as far as its errors tell; they are the last ten."""
+    first = record.errors[0] if record.errors else {}
+    try:
+        failed = naive_utc(datetime.fromisoformat(str(first.get("time"))))
+    except ValueError:  # written by other tools
+        return record.retention_from
+    return record.retention_from if first.get("attempt") not in (None, 1) else max(failed, record.retention_from)
+
+
+def _last_seen(subscriptions: Iterable[Announced]) -> dict[str, datetime]:
+    """When a process has last had each stored name."""
+    seen: dict[str, datetime] = {}
+    for one in subscriptions:
+        for name in one.names:
+            seen[name] = max(one.last_seen_date, seen.get(name, one.last_seen_date))
+    return seen
 
 
 def _unreachable(error: Exception) -> str:

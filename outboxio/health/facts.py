@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
+from functools import reduce
 
 import msgspec
 from msgspec import Struct
@@ -21,6 +22,8 @@ from outboxio.storage.protocols import DeferredFigures, HandlerMinute, Holder, I
 FAILING_WITHIN, FAILING_SHARE, FAILING_RUNS = timedelta(minutes=5), 0.5, 10
 JUST_ANNOUNCED = LONGEST_UNSEEN + timedelta(seconds=30)
 """A process that runs has announced its handlers within this time."""
+GONE_AFTER = 3 * LONGEST_UNSEEN
+"""An announcement may come late, and the next may fail. After so long, no process has the handler."""
 REACHED_WITHIN = 30.0  # seconds for which an answer of a shard keeps the process ready
 NEVER = float("-inf")  # by the clock of an event loop
 
@@ -66,8 +69,15 @@ class RowFacts(Struct, frozen=True, kw_only=True):
 
     due: int = 0
     oldest_due: datetime | None = None
+    unowned: int = 0
+    """Notifications among ``due`` in partitions that no process holds."""
+    oldest_unowned: datetime | None = None
     waiting: int = 0
     """Notifications that are due later."""
+    retrying: int = 0
+    """Notifications among ``waiting`` that have failed."""
+    far: int = 0
+    """Notifications among ``waiting`` that are due in more than a year."""
     deferred: Sequence[DeferredFigures] = ()
     """Notifications that wait for a newer version of their event."""
     blocked: int = 0
@@ -86,7 +96,11 @@ class RowFacts(Struct, frozen=True, kw_only=True):
         return RowFacts(
             due=min(MOST, sum(one.due for one in rows)),
             oldest_due=min((one.oldest_due for one in rows if one.oldest_due is not None), default=None),
+            unowned=min(MOST, sum(one.unowned for one in rows)),
+            oldest_unowned=min((one.oldest_unowned for one in rows if one.oldest_unowned is not None), default=None),
             waiting=min(MOST, sum(one.waiting for one in rows)),
+            retrying=min(MOST, sum(one.retrying for one in rows)),
+            far=min(MOST, sum(one.far for one in rows)),
             deferred=[each for one in rows for each in one.deferred],
             blocked=min(MOST, sum(one.blocked for one in rows)),
             dead=min(MOST, sum(one.dead for one in rows)),
@@ -94,6 +108,18 @@ class RowFacts(Struct, frozen=True, kw_only=True):
             newest_dead=max((one.newest_dead for one in rows if one.newest_dead is not None), default=None),
             parked=[key for one in rows for key in one.parked],
         )
+
+
+class Failing(Struct, frozen=True):
+    """Notifications that have been failing for long. Their number is counted up to a bound."""
+
+    number: int
+    since: datetime
+    """When the first of them failed first."""
+    error: str
+    """The last error of that one."""
+    keys: Sequence[str] = ()
+    """Their ordering keys."""
 
 
 class HandlerFacts(RowFacts, frozen=True, kw_only=True):
@@ -107,8 +133,11 @@ class HandlerFacts(RowFacts, frozen=True, kw_only=True):
     """The last announcement; ``None`` if no process has announced the handler within ``subscription_ttl``."""
     locks: Sequence[LockFacts] = ()
     """The locks of the present name."""
-    unowned_due: Sequence[int] = ()
-    """Partitions without a holder that have had due notifications for more than 5 s."""
+    unheld: Mapping[str, Sequence[int]] = {}
+    """The partitions that no process holds, by stored name."""
+    is_gone: bool = False
+    """True if no process has had the handler for some minutes, while other handlers have a process."""
+    failing: Failing | None = None
     paused_since: datetime | None = None
     minutes: Sequence[HandlerMinute] = ()
     """The minutes of the last hour with runs."""
@@ -154,6 +183,18 @@ class HandlerReport(Struct, frozen=True):
     rest: RestReport | None = None
     limited_to: str | None = None
     """The rate, such as ``100/s``, if the rate holds notifications back."""
+    max_wait: float | None = None
+    """For how many seconds an event waits for a full batch, at most."""
+    schedule: str | None = None
+    """The schedule of a batch handler."""
+
+    def beside(self, other: HandlerReport) -> HandlerReport:
+        """The reports of two processes as one."""
+        return HandlerReport(
+            self.in_flight + other.in_flight, self.limit + other.limit, self.stuck + other.stuck,
+            self.alert_age or other.alert_age, self.rest or other.rest, self.limited_to or other.limited_to,
+            self.max_wait or other.max_wait, self.schedule or other.schedule,
+        )  # fmt: skip
 
 
 class Report(Struct, frozen=True):
@@ -212,8 +253,8 @@ class ShardFacts(Struct, frozen=True, kw_only=True):
     fanout: LockFacts = LockFacts()
     undelivered: Mapping[str, Waiting] = {}
     """By event type."""
-    unroutable: Mapping[str, int] = {}
-    """Unfinished notifications by a handler name that no process has."""
+    rows: Mapping[str, RowFacts] = {}
+    """The notifications by stored handler name, also of names that no process has."""
     instances: Sequence[InstanceFacts] = ()
     failed_operations: Sequence[Operation] = ()
     """Of the last hour."""
@@ -228,10 +269,20 @@ class ShardFacts(Struct, frozen=True, kw_only=True):
         """The processes whose reports are not missing."""
         return [one for one in self.instances if one.is_alive]
 
-    def limited_to(self, handler_name: str) -> str | None:
-        """The rate of a handler, if the rate holds notifications back in a process."""
-        reports = [one.report.handlers.get(handler_name) for one in self.alive]
-        return next((one.limited_to for one in reports if one is not None and one.limited_to), None)
+    def handler_of(self, stored_name: str) -> HandlerFacts | None:
+        """The handler of a stored name: of this name, or else with this alias."""
+        found = [one for one in self.handlers if stored_name in (one.name, *one.aliases)]
+        return min(found, key=lambda one: one.name != stored_name, default=None)
+
+    def reported(self, handler_name: str) -> HandlerReport:
+        """What the running processes report about a handler, together."""
+        reports = [one.report.handlers[handler_name] for one in self.alive if handler_name in one.report.handlers]
+        return reduce(HandlerReport.beside, reports, HandlerReport())
+
+    @property
+    def unroutable(self) -> Mapping[str, int]:
+        """Unfinished notifications by a stored handler name that no process has announced."""
+        return {name: n for name, rows in self.rows.items() if self.handler_of(name) is None and (n := rows.unfinished)}
 
     @property
     def wanted_types(self) -> frozenset[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timedelta
 from typing import Any, TypeVar
@@ -10,6 +11,7 @@ from typing import Any, TypeVar
 from outboxio.health.collector import Collector
 from outboxio.health.engine import worst
 from outboxio.health.facts import FAILING_WITHIN, Facts, HandlerFacts, InstanceFacts, RowFacts, ShardFacts
+from outboxio.health.reasons import Reason, counts_of, waiting_in
 from outboxio.health.rules import RULES
 from outboxio.health.values import (
     MOST,
@@ -36,8 +38,8 @@ class OverviewReader:
     second."""
 
     def __init__(self, namespace: str, collectors: Sequence[Collector]) -> None:
+        self.collectors = {collector.shard: collector for collector in collectors}
         self._namespace = namespace
-        self._collectors = collectors
         self._last: tuple[Facts, Overview] | None = None
         self._read_at = float("-inf")
         self._operations = 0
@@ -48,7 +50,7 @@ class OverviewReader:
         async with self._in_turn():
             if self._last is None or machine.monotonic() - self._read_at >= FRESH:
                 began, operations = machine.monotonic(), self._operations
-                shards = await asyncio.gather(*(collector.collect() for collector in self._collectors))
+                shards = await asyncio.gather(*(collector.collect() for collector in self.collectors.values()))
                 facts = Facts(namespace=self._namespace, shards=shards, took=machine.monotonic() - began)
                 self._last = facts, overview_of(facts)
                 self._read_at = machine.monotonic() if operations == self._operations else float("-inf")
@@ -65,6 +67,15 @@ class OverviewReader:
         if self._turn is None or self._turn[0] is not loop:
             self._turn = loop, asyncio.Lock()
         return self._turn[1]
+
+
+def waiting_by_reason(facts: Facts) -> Counter[Reason]:
+    """All unfinished rows by reason, each row once."""
+    counts = Counter[Reason](dict.fromkeys(Reason, 0))
+    for shard in facts.shards:
+        for by_reason in waiting_in(shard).values():
+            counts.update(by_reason)
+    return counts
 
 
 def overview_of(facts: Facts) -> Overview:
@@ -128,7 +139,6 @@ def _handler(
         due=rows.due,
         oldest_due=_highest(shard.age_of(handler.oldest_due) for shard, handler in on),
         waiting=rows.waiting,
-        deferred=_sum(one.number for one in rows.deferred),
         blocked=rows.blocked,
         dead=rows.dead,
         dead_hour=rows.dead_hour,
@@ -150,7 +160,15 @@ def _handler(
         limit=sum(report.limit for report in reports),
         stuck=sum(report.stuck for report in reports),
         limited_to=next((report.limited_to for report in reports if report.limited_to), None),
+        reasons=_reasons(on),
     )
+
+
+def _reasons(on: Sequence[tuple[ShardFacts, HandlerFacts]]) -> dict[str, int]:
+    counts = Counter[Reason]()
+    for shard, handler in on:
+        counts.update(counts_of(handler, handler, shard))
+    return {reason.value: min(MOST, counts[reason]) for reason in Reason if counts[reason]}
 
 
 def _holders(handler: HandlerFacts) -> tuple[str, ...]:
@@ -180,7 +198,7 @@ def _figures(
 ) -> OverviewFigures:
     """The figures of all handlers and shards: a figure of the same name, added up."""
     lags = [minute.lags for shard in facts.shards for handler in shard.handlers for minute in handler.minutes]
-    unroutable = [number for shard in facts.shards for number in shard.unroutable.values()]
+    waits = waiting_by_reason(facts)
     counts: dict[str, Any] = {
         name: _sum(getattr(handler, name) for handler in handlers)
         for name in ("due", "waiting", "blocked", "dead", "dead_hour")
@@ -190,7 +208,8 @@ def _figures(
         oldest_undelivered=_highest(shard.oldest_undelivered for shard in shards),
         oldest_due=_highest(handler.oldest_due for handler in handlers),
         parked_keys=sum(handler.parked_keys for handler in handlers),
-        unroutable=_sum([*unroutable, *(handler.deferred for handler in handlers)]),
+        unroutable=_sum([waits[Reason.NO_HANDLER], waits[Reason.VERSION]]),
+        reasons={reason.value: min(MOST, number) for reason, number in waits.items()},
         per_minute=sum(handler.per_minute for handler in handlers),
         minutes=tuple(map(sum, zip(*(handler.minutes for handler in handlers), strict=True))) or (0,) * MINUTES,
         lag_p95=_percentile(LAGS, lags, 0.95),

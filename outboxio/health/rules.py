@@ -9,14 +9,14 @@ that is the fault that an operator has to fix (decision 45).
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from datetime import datetime, timedelta
 from shlex import quote
 
 from outboxio.health.engine import Problem, Rules
 from outboxio.health.facts import JUST_ANNOUNCED, HandlerFacts, ProcessFacts, ShardFacts
-from outboxio.health.values import MOST, Phase, brief, counted, listed, past, quantity, spoken, waiting
+from outboxio.health.reasons import Reason, awaited_versions, counts_of
+from outboxio.health.values import Phase, brief, counted, listed, past, quantity, spoken, waiting
 from outboxio.jobs.job import LATE
 from outboxio.model.operating.operation import JobRow
 
@@ -24,7 +24,8 @@ HALF_A_MINUTE = timedelta(seconds=30)
 CLOCK_OFF = 2.0  # seconds
 FAILED_ROUNDS = 3  # in a row, from which a loop needs attention: a deadlock or two are normal
 BLOCKED_FOR = 60.0  # seconds for which a blocked event loop is reported
-_MOST_VERSIONS = 3
+_IN_TURN = (Reason.QUEUED, Reason.RATE, Reason.CONCURRENCY, Reason.BATCH)
+"""The reasons of due rows that run in their turn: all of these have their handler's ``alert_age`` as a deadline."""
 
 
 RULES = Rules()
@@ -89,9 +90,16 @@ def lock_without_holder(facts: ShardFacts) -> Iterator[Problem]:
     if _is_fanout_unheld(facts):
         yield Problem(f"No process holds fan-out: {waiting(facts.wanted.number, 'event')}.")
     for handler in facts.handlers:
-        if _is_unheld(facts, handler):
-            waits = f": {waiting(handler.due, 'notification')}" if handler.due else ""
+        number = counts_of(handler, handler, facts).get(Reason.NO_OWNER, 0)
+        waits = f": {waiting(number, 'notification')}" if number else ""
+        if _is_lost(facts, handler):
             yield Problem(f"No process holds `{handler.name}`{waits}.", handler.name)
+        elif number:
+            unheld = sorted({partition for partitions in handler.unheld.values() for partition in partitions})
+            noun = "partition" if len(unheld) == 1 else "partitions"
+            of = f"{noun} {', '.join(map(str, unheld))} of " if handler.is_held else ""
+            text = f"No process holds {of}`{handler.name}`{waits}."
+            yield Problem(text, handler.name, since=handler.oldest_unowned, after=HALF_A_MINUTE)
 
 
 # --- backlogs and failures -----------------------------------------------------------------------
@@ -112,15 +120,20 @@ def fanout_behind(facts: ShardFacts) -> Iterator[Problem]:
 def handler_behind(facts: ShardFacts) -> Iterator[Problem]:
     """A notification has been due for longer than the handler's ``alert_age``."""
     for handler in facts.handlers:
-        if handler.oldest_due is not None and handler.paused_since is None and not _is_unheld(facts, handler):
+        counts, report = counts_of(handler, handler, facts), facts.reported(handler.name)
+        reason = next((one for one in _IN_TURN if one in counts), None)
+        if reason is not None and handler.oldest_due is not None:
+            why = {
+                Reason.RATE: f", limited to {report.limited_to}",
+                Reason.CONCURRENCY: f", all {report.limit} runs that it may have at the same time are in use",
+            }.get(reason, "")
             age = spoken(facts.age(handler.oldest_due))
-            rate = facts.limited_to(handler.name)
-            limited = "" if rate is None else f", limited to {rate}"
-            text, fix = f"`{handler.name}` is behind: oldest due {age}, {counted(handler.due)} waiting{limited}.", ""
+            text, fix = f"`{handler.name}` is behind: oldest due {age}, {counted(counts[reason])} waiting{why}.", ""
             if handler.lacks_locks:
                 text += " It gets no more partitions: automatic partitions use up their share of the server's locks."
                 fix = "outboxio check"
-            yield Problem(text, handler.name, fix=fix, since=handler.oldest_due, after=handler.alert_age)
+            after = max(handler.alert_age, timedelta(seconds=report.max_wait or 0.0))
+            yield Problem(text, handler.name, fix=fix, since=handler.oldest_due, after=after)
 
 
 @RULES.add("outboxio dead --state FAILED --handler {handler}", see=("handler", "See the handler"))
@@ -132,6 +145,20 @@ def handler_failing(facts: ShardFacts) -> Iterator[Problem]:
             error = "" if handler.last_error is None else f": {handler.last_error}"
             text = f"`{handler.name}` fails {share:.0%} of {runs:,} runs of the last 5 minutes{error}."
             yield Problem(text, handler.name)
+
+
+@RULES.add("outboxio list --state FAILED --handler {handler}", see=("handler", "See the handler"))
+def failing_long(facts: ShardFacts) -> Iterator[Problem]:
+    """A notification has been failing for longer than ``failing_alert_after``, and perhaps its ordering key waits."""
+    for handler in facts.handlers:
+        if (failing := handler.failing) is not None:
+            fail = f"{quantity(failing.number, 'notification', 100)} of `{handler.name}`"
+            keep = "keeps" if failing.number == 1 else "keep"
+            text = f"{fail} {keep} failing, for {spoken(facts.age(failing.since))}: {failing.error}."
+            if failing.keys and handler.blocked:
+                keys = f"key{'' if len(failing.keys) == 1 else 's'} {listed(failing.keys)}"
+                text += f" Later notifications of {keys} wait until it succeeds, or is skipped."
+            yield Problem(text, handler.name, since=failing.since)
 
 
 @RULES.add("outboxio instances", see=("handler", "See the handler"))
@@ -221,13 +248,27 @@ def job_stuck(facts: ShardFacts) -> Iterator[Problem]:
 def unroutable(facts: ShardFacts) -> Iterator[Problem]:
     """Notifications wait under a name that no process has, or for a version of their event that no process has."""
     for handler in facts.handlers:
-        if handler.deferred:
+        counts = counts_of(handler, handler, facts)
+        if Reason.VERSION in counts:
             fix = f"outboxio list --handler {quote(handler.name)} --type {quote(handler.deferred[0].event_type)}"
-            yield Problem(_deferred(handler), handler.name, fix=fix)
+            yield Problem(awaited_versions(handler), handler.name, fix=fix)
+        if number := counts.get(Reason.NO_HANDLER):
+            yield _without_handler(handler.name, number, _successor(facts, handler))
     for name, number in sorted(facts.unroutable.items()):
-        waits = f"{quantity(number, 'notification')} of `{name}` {'waits' if number == 1 else 'wait'}"
-        text = f"{waits}, and no process has such a handler."
-        yield Problem(text, fix=f"outboxio skip --handler {quote(name)} --dry-run")
+        yield _without_handler(name, number)
+
+
+@RULES.add("outboxio list --state PENDING --handler {handler}", see=("handler", "See the handler"))
+def delayed_long(facts: ShardFacts) -> Iterator[Problem]:
+    """A notification is delayed for more than a year, probably by mistake."""
+    for handler in facts.handlers:
+        if handler.far:
+            far = f"{quantity(handler.far, 'notification')} of `{handler.name}` {_are(handler.far)}"
+            one = "it" if handler.far == 1 else "one"
+            text = (
+                f"{far} delayed for more than a year: `outboxio retry ID` runs {one} now, `outboxio skip ID` ends it."
+            )
+            yield Problem(text, handler.name)
 
 
 @RULES.add("outboxio events", see=("events", "See the events"))
@@ -253,7 +294,8 @@ def paused_long(facts: ShardFacts) -> Iterator[Problem]:
     for handler in facts.handlers:
         if handler.paused_since is not None:
             age = spoken(facts.age(handler.paused_since))
-            text = f"`{handler.name}` has been paused for {age}, {counted(handler.due)} waiting."
+            number = counts_of(handler, handler, facts).get(Reason.PAUSED, 0)
+            text = f"`{handler.name}` has been paused for {age}, {counted(number)} waiting."
             yield Problem(text, handler.name, since=handler.paused_since)
     for job in facts.jobs:
         if job.paused_date is not None:
@@ -272,17 +314,6 @@ def clock_off(facts: ShardFacts) -> Iterator[Problem]:
         if abs(offset) > CLOCK_OFF:
             way = "ahead of" if offset > 0 else "behind"
             yield Problem(f"The clock of {host} is {spoken(abs(offset))} {way} the clock of the database.")
-
-
-@RULES.add("outboxio partitions {handler}", see=("instances", "Instances and locks"))
-def partition_unowned(facts: ShardFacts) -> Iterator[Problem]:
-    """A partition of a held handler has due notifications, and no process holds the partition."""
-    for handler in facts.handlers:
-        if handler.unowned_due and handler.is_held:
-            numbers = ", ".join(map(str, sorted(handler.unowned_due)))
-            noun = "Partition" if len(handler.unowned_due) == 1 else "Partitions"
-            text = f"{noun} {numbers} of `{handler.name}`: notifications are due, and no process holds the lock."
-            yield Problem(text, handler.name)
 
 
 @RULES.add("outboxio operations", see=("operations", "Operations"))
@@ -367,17 +398,23 @@ def _is_fanout_unheld(facts: ShardFacts) -> bool:
     return not facts.fanout.is_held and _is_older(facts, facts.wanted.oldest, HALF_A_MINUTE)
 
 
-def _is_unheld(facts: ShardFacts, handler: HandlerFacts) -> bool:
-    """True if no process holds a handler that should be held.
-
-    Either a notification has been due for more than 30 s, or a process with the handler runs, and the holder has been
-    unresponsive for more than 30 s. A handler without work that no process has needs no holder.
-    """
-    if handler.is_held:
-        return False
+def _is_lost(facts: ShardFacts, handler: HandlerFacts) -> bool:
+    """True if a process with the handler runs, and the holder of the handler has been silent for more than 30 s."""
     is_announced = handler.last_seen is not None and not _is_older(facts, handler.last_seen, JUST_ANNOUNCED)
-    is_lost = is_announced and any(lock.is_dead for lock in handler.locks)
-    return is_lost or _is_older(facts, handler.oldest_due, HALF_A_MINUTE)
+    return not handler.is_held and is_announced and any(lock.is_dead for lock in handler.locks)
+
+
+def _successor(facts: ShardFacts, gone: HandlerFacts) -> str | None:
+    """A handler with the event types of a handler that no process has: perhaps its new name."""
+    types = set(gone.event_types)
+    return next((one.name for one in facts.handlers if not one.is_gone and types.intersection(one.event_types)), None)
+
+
+def _without_handler(name: str, number: int, successor: str | None = None) -> Problem:
+    to = "the handler with its new name" if successor is None else f"`{successor}` if that is its new name"
+    waits = f"{quantity(number, 'notification')} of `{name}` {'waits' if number == 1 else 'wait'}"
+    text = f"{waits}, and no process has such a handler: deploy it, or add `aliases={{{name!r}}}` to {to}."
+    return Problem(text, name if successor else None, fix=f"outboxio skip --handler {quote(name)} --dry-run")
 
 
 def _late_jobs(facts: ShardFacts) -> list[JobRow]:
@@ -402,21 +439,3 @@ def _announced(facts: ShardFacts, name: str) -> str | None:
 
 def _are(number: int) -> str:
     return "is" if number == 1 else "are"
-
-
-def _deferred(handler: HandlerFacts) -> str:
-    """The notifications that wait for newer versions of events, the three versions with the most by name."""
-    numbers = Counter[tuple[str, int]]()
-    for one in handler.deferred:
-        numbers[one.event_type, one.version] += one.number
-    number, several = numbers.total(), len(numbers) > 1
-    versions = ", ".join(
-        f"version {version} of `{event_type}`{f' ({counted(each)})' if several else ''}"
-        for (event_type, version), each in numbers.most_common(_MOST_VERSIONS)
-    )
-    more = f" and {len(numbers) - _MOST_VERSIONS} more" if len(numbers) > _MOST_VERSIONS else ""
-    return (
-        f"{quantity(min(MOST, number), 'notification')} of `{handler.name}` {'waits' if number == 1 else 'wait'} for "
-        f"{versions}{more}, and no process that runs the handler has {'them' if several else 'it'}: deploy the newer "
-        "code to the processes that run handlers."
-    )

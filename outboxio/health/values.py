@@ -51,8 +51,6 @@ class HandlerStatus(Struct, frozen=True, kw_only=True):
     """The time for which the first due notification has waited; ``None`` if no notification is due."""
     waiting: int
     """Notifications that are due later: delayed, scheduled, or waiting for a retry."""
-    deferred: int
-    """Notifications that wait for a version of their event that no process that runs the handler has."""
     blocked: int
     dead: int
     """DEAD and EXPIRED notifications that retention keeps."""
@@ -84,6 +82,8 @@ class HandlerStatus(Struct, frozen=True, kw_only=True):
     stuck: int
     limited_to: str | None = None
     """The rate of the handler, such as ``100/s``, if the rate holds notifications back."""
+    reasons: Mapping[str, int] = {}
+    """Its unfinished notifications by reason, as in ``admin.waiting()``; reasons without any are left out."""
 
 
 class StuckRunStatus(Struct, frozen=True, kw_only=True):
@@ -188,6 +188,8 @@ class OverviewFigures(Struct, frozen=True, kw_only=True):
     lag_p95: float | None
     in_flight: int
     stuck: int
+    reasons: Mapping[str, int] = {}
+    """All unfinished notifications by reason, as in ``admin.waiting()``."""
 
 
 class Overview(Struct, frozen=True, kw_only=True):

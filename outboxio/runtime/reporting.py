@@ -140,6 +140,7 @@ class LiveRun:
             "alert_age": statistics.alert_age,
             **self._rest(statistics.rest),
             **({"limited_to": str(handler.options.rate)} if statistics.is_rate_limited else {}),
+            **_batch(handler),
             "types": sorted(one.event_type for one in wanted if one.event_type),
         }
 
@@ -156,3 +157,11 @@ class LiveRun:
         if clock.is_given or clock.offset is None:
             return None
         return round((utc_now() - clock()).total_seconds(), 6)
+
+
+def _batch(handler: Handler) -> dict[str, Any]:
+    """What due rows of a batch handler may wait for."""
+    batch = handler.options.batch
+    if batch is None:
+        return {}
+    return {"max_wait": batch.longest_wait} if batch.schedule is None else {"schedule": batch.schedule}

@@ -162,10 +162,10 @@ class ShardRuntime:
         from outboxio.health.collector import Collector
 
         environment = self.environment
-        ttl = environment.settings.subscription_ttl
         return Collector(
-            environment.namespace, self.database, self.clock, environment.handlers, ttl, environment.redact
-        )
+            environment.namespace, self.database, self.clock, environment.handlers, environment.settings,
+            environment.redact,
+        )  # fmt: skip
 
     def changed_by_hand(self) -> None:
         """An operator or retention has ended rows, or made rows due. Other rows may have waited for that."""

@@ -135,6 +135,8 @@ class Figures(Struct, frozen=True, kw_only=True):
 
     handlers: Mapping[str, HandlerFigures] = {}
     """By the present name of the handler, or the stored name without a handler here."""
+    waiting: Mapping[tuple[str, str], int] = {}
+    """Unfinished notifications by handler and reason."""
     jobs: Mapping[str, JobFigures] = {}
     """By the name of the job, on the first shard."""
     undelivered: int = 0

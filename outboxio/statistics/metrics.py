@@ -192,6 +192,10 @@ JOB_DURATION = _metric(
     "outboxio.job.duration", "histogram", "s", "job outcome", _job_durations, "Duration of the runs of a job.")
 
 JOB_FIGURES: tuple[Metric, ...] = (
+    _metric(
+        "outboxio.notifications.waiting", "gauge", "{notification}", "handler reason",
+        _of_tables(lambda figures: figures.waiting.items()),
+        "Unfinished notifications by the reason why they have not run."),
     _job_figure(
         "outboxio.job.due.age", "s", "due_age",
         "Time for which a job has been due without a run; 0 while the job waits, runs or is paused."),

@@ -333,6 +333,7 @@ class Steps(RuleBasedStateMachine):
         counts = self.wait_for(self.admin.counts())
         waiting = sum(counts.pop(state) for state in ("PENDING", "FAILED", "BLOCKED", "DYING"))
         assert {"waiting": waiting, **counts} == self.model.counts()
+        assert sum(self.wait_for(self.admin.waiting()).values()) == waiting
 
     def _id(self, row: Owed) -> Any:
         return self.ids[row.fact.number, row.handler_name]

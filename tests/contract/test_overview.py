@@ -14,10 +14,11 @@ from uuid import uuid4
 import msgspec
 import pytest
 
-from outboxio import Event, EventEnvelope, Outbox, RetryPolicy, Unavailable, Unprocessable
+from outboxio import Event, EventEnvelope, Outbox, RetryPolicy, Settings, Unavailable, Unprocessable
 from outboxio.dashboard import Dashboard, allow_all
 from outboxio.health import collector
 from outboxio.health import overview as questions
+from outboxio.health.reasons import Reason
 from outboxio.health.rules import RULE_NAMES
 from outboxio.model.lock_name import LockName
 from outboxio.storage.protocols import HandlerMinute, InstanceReport
@@ -40,6 +41,7 @@ MakeOutbox = Callable[..., Awaitable[Outbox]]
 Envelope = EventEnvelope[MoneyDeposited]
 
 WELL: list[str] = []
+NOTHING_WAITS = {reason.value: 0 for reason in Reason}
 
 
 async def told(outbox: Outbox) -> list[str]:
@@ -442,7 +444,10 @@ async def test_rule_unroutable(make_outbox: MakeOutbox, clock: MovableClock) -> 
     await present.drain()
     await report(present)
     said = await sentence(present, "unroutable")
-    assert said == "2 notifications of `old-name` wait, and no process has such a handler."
+    assert said == (
+        "2 notifications of `old-name` wait, and no process has such a handler: deploy it, or add "
+        "`aliases={'old-name'}` to the handler with its new name."
+    )
     await present.admin.skip([record.id for record in await present.admin.list("FAILED")])
     assert await told(present) == WELL
 
@@ -473,7 +478,7 @@ async def test_events_of_a_version_that_no_process_has_are_a_finding(
         said = await sentence(worker, "unroutable")
         assert said.startswith("5 notifications of `mail` wait for version 2 of `Made`, and no process that runs")
         [status] = await worker.admin.handlers()
-        assert (status.deferred, status.level, status.due) == (5, "degraded", 0)
+        assert (status.reasons, status.level, status.due) == ({"version": 5}, "degraded", 0)
         assert (await web.admin.overview()).figures.unroutable == 5
         health = await worker.health()
         assert (health.status, health.unroutable) == ("degraded", 5)
@@ -485,12 +490,74 @@ async def test_events_of_a_version_that_no_process_has_are_a_finding(
     newer = await make_outbox(clock=clock)
     newer.handler(MadeSecond, name="mail", **options)(journal)
     await newer.drain()
-    assert (await newer.admin.handlers())[0].deferred == 0
+    assert (await newer.admin.handlers())[0].reasons == {}
     assert await told(newer) == ["no_instance"]
 
 
 async def _is_told(outbox: Outbox) -> bool:
-    return await told(outbox) == ["unroutable"] and (await outbox.admin.handlers())[0].deferred == 5
+    return await told(outbox) == ["unroutable"] and (await outbox.admin.handlers())[0].reasons == {"version": 5}
+
+
+async def test_rule_failing_long(make_outbox: MakeOutbox, clock: MovableClock) -> None:
+    """However few the failures are among the runs of the handler."""
+    outbox = await make_outbox(clock=clock, settings=Settings(failing_alert_after="30m"))
+    journal = Journal(lambda envelope: ValueError("no amount") if envelope.event.amount == 7 else None)
+    outbox.handler(MoneyDeposited, name="mail", ordered=True, retry=RetryPolicy(base="10m", jitter=0))(journal)
+    async with outbox.transaction("Pay") as tx:
+        for amount in (7, 8, 9):
+            tx.emit(MoneyDeposited(uuid4(), Decimal(amount)), ordering_key="k1")
+    async with outbox.running():
+        await eventually(lambda: counters(outbox).failed == 1)
+        for minutes, failures in ((10, 2), (20, 3)):
+            await report(outbox)
+            assert await told(outbox) == WELL
+            clock.advance(f"{minutes}m")
+            run_of(outbox).signals.find.set()
+            await eventually(lambda failures=failures: counters(outbox).failed == failures)
+        clock.advance("1s")
+        await report(outbox)
+        assert await sentence(outbox, "failing_long") == (
+            "1 notification of `mail` keeps failing, for 30 min: ValueError: no amount. Later notifications of key "
+            "`k1` wait until it succeeds, or is skipped."
+        )
+        assert await outbox.admin.waiting() == NOTHING_WAITS | {"retry": 1, "blocked": 2}
+        [row] = await outbox.admin.list("FAILED")
+        await outbox.admin.skip([row.id])
+        await eventually(lambda: counters(outbox).succeeded == 2)
+        assert await told(outbox) == WELL
+
+
+async def test_a_retry_by_hand_begins_the_time_of_failing_anew(make_outbox: MakeOutbox, clock: MovableClock) -> None:
+    outbox = await make_outbox(clock=clock, settings=Settings(handling_max_backoff_cap="10h"))
+    journal = Journal(lambda envelope: ValueError("no amount"))
+    outbox.handler(MoneyDeposited, name="mail", retry=RetryPolicy(base="10h", jitter=0))(journal)
+    await outbox.executor.execute(Emit((1,)))
+    await outbox.drain()
+    await report(outbox)
+    clock.advance("61m")
+    await report(outbox)
+    assert await told(outbox) == ["failing_long"]
+    await outbox.admin.retry([(await outbox.admin.list())[0].id])
+    await outbox.drain()
+    assert await told(outbox) == WELL
+
+
+async def test_rule_delayed_long(outbox: Outbox, clock: MovableClock) -> None:
+    succeeds(outbox)
+    for year in (2030, 3000):
+        async with outbox.transaction("Pay") as tx:
+            tx.emit(MoneyDeposited(uuid4(), Decimal(1)), available_at=datetime(year, 12, 1))
+    await outbox.drain()
+    await report(outbox)
+    said = await sentence(outbox, "delayed_long")
+    assert said.startswith("1 notification of `mail` is delayed for more than a year: `outboxio retry ID` runs it now")
+    [late, soon] = await outbox.admin.list("PENDING")
+    assert (await outbox.admin.inspect(late.id)).reason == "Delayed until 3000-12-01 00:00:00 UTC."
+    await outbox.admin.retry([late.id])
+    assert (await outbox.drain()).succeeded == 1
+    assert await told(outbox) == WELL
+    assert await outbox.admin.waiting() == NOTHING_WAITS | {"delayed": 1}
+    assert (await outbox.admin.inspect(soon.id)).reason == "Delayed until 2030-12-01 00:00:00 UTC."
 
 
 async def test_rule_event_without_handler(outbox: Outbox, clock: MovableClock) -> None:
@@ -555,7 +622,7 @@ async def test_rule_paused_long(outbox: Outbox, clock: MovableClock) -> None:
     assert await told(outbox) == WELL
 
 
-async def test_rule_partition_unowned(server_url: str, clock: MovableClock) -> None:
+async def test_a_partition_without_a_holder_is_named(server_url: str, clock: MovableClock) -> None:
     look = Look(server_url)
     async with opened(Outbox(server_url, namespace="app", clock=clock)) as outbox:
         succeeds(outbox, "score", partitions=2)
@@ -568,9 +635,12 @@ async def test_rule_partition_unowned(server_url: str, clock: MovableClock) -> N
         worker = await report(outbox)
         await holds(look, LockName("app", "dispatch", "score", 0), worker.instance)
         assert await told(outbox) == WELL
-        clock.advance("6s")
-        said = await sentence(outbox, "partition_unowned")
-        assert said == "Partition 1 of `score`: notifications are due, and no process holds the lock."
+        clock.advance("31s")
+        await report(outbox)
+        waiting = await outbox.admin.waiting("score")
+        assert waiting["no_owner"] + waiting["queued"] == 20
+        said = await sentence(outbox, "lock_without_holder")
+        assert said == f"No process holds partition 1 of `score`: {waiting['no_owner']} notifications wait."
         async with outbox.running():
             await outbox.drain()
             assert await told(outbox) == WELL

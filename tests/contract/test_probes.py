@@ -45,7 +45,8 @@ async def test_due_and_waiting_rows_are_counted_by_handler_and_resting_rows_are_
     found = await probes.due("app", [Slot("ledger"), Slot("later"), Slot("nobody")], NOW, MANY)
 
     assert sorted(found, key=lambda figures: figures.handler_name) == [
-        DueFigures("later", 0, 1, None), DueFigures("ledger", 3, 2, at(-5)), DueFigures("nobody", 0, 0, None),
+        DueFigures("later", 0, 1, None), DueFigures("ledger", 3, 2, at(-5), retrying=1),
+        DueFigures("nobody", 0, 0, None),
     ]  # fmt: skip
     assert await probes.due("app", [], NOW, MANY) == []
 

@@ -152,6 +152,6 @@ async def fresh_overview(outbox: Outbox) -> Overview:
     """``outbox.admin.overview()``, read anew, with a complete check of the tables."""
     reader = outbox._health.overviews
     reader._read_at = float("-inf")
-    for collector in reader._collectors:
+    for collector in reader.collectors.values():
         collector._checked_at = float("-inf")
     return await outbox.admin.overview()

@@ -19,6 +19,7 @@ from outboxio.health.facts import (
     Probe,
     ProcessFacts,
     Report,
+    RowFacts,
     ShardFacts,
 )  # fmt: skip
 from outboxio.health.overview import overview_of
@@ -146,7 +147,10 @@ def test_what_needs_attention_degrades_and_the_worst_reason_comes_first() -> Non
         newest_dead=NOON - timedelta(minutes=4),
     )  # fmt: skip
     found = tables(
-        late, instances=[], undelivered={"Paid": Waiting(1, NOON - timedelta(seconds=3))}, unroutable={"old": 4}
+        late,
+        instances=[],
+        undelivered={"Paid": Waiting(1, NOON - timedelta(seconds=3))},
+        rows={"ship": late, "old": RowFacts(due=4)},
     )
 
     health = health_of_shards(shard, phase="leaving", tables=found, blocked=(7.5, 10.0))

@@ -11,12 +11,14 @@ import pytest
 
 from outboxio.health.facts import (
     Facts,
+    Failing,
     HandlerFacts,
     HandlerReport,
     InstanceFacts,
     LockFacts,
     Report,
     RestReport,
+    RowFacts,
     ShardFacts,
 )
 from outboxio.health.overview import overview_of
@@ -45,6 +47,19 @@ def handler(name: str = "ledger", **facts: Any) -> HandlerFacts:
     return HandlerFacts(**{
         "name": name, "event_types": ("Paid",), "last_seen": ago(seconds=10), "locks": held, **facts
     })  # fmt: skip
+
+
+def unheld(*partitions: int, **facts: Any) -> HandlerFacts:
+    """A handler of which no process holds some of three partitions; of its only one, if no number is given."""
+    numbers = range(3) if partitions else (0,)
+    lost = set(partitions or (0,))
+    locks = [LockFacts(partition=one, owner=None if one in lost else WORKER) for one in numbers]
+    return handler(locks=locks, unheld={"ledger": sorted(lost)}, **facts)
+
+
+def reporting(**report: Any) -> InstanceFacts:
+    """A process that reports this about the handler."""
+    return instance(handlers={"ledger": HandlerReport(**report)})
 
 
 def shard(*handlers: HandlerFacts, **facts: Any) -> ShardFacts:
@@ -117,7 +132,7 @@ FAULTS: dict[str, tuple[ShardFacts, str]] = {
         "No process works, and the last was seen 5 min ago: events and notifications wait.",
     ),
     "lock_without_holder": (
-        shard(handler(locks=[LockFacts()], due=8211, oldest_due=ago(minutes=14))),
+        shard(unheld(due=8211, unowned=8211, oldest_due=ago(minutes=14), oldest_unowned=ago(minutes=14))),
         "No process holds `ledger`: 8,211 notifications wait.",
     ),
     "fanout_behind": (
@@ -131,6 +146,11 @@ FAULTS: dict[str, tuple[ShardFacts, str]] = {
     "handler_failing": (
         shard(handler(minutes=minutes(succeeded=8, failed=92), last_error="ConnectionError: pdf:8080")),
         "`ledger` fails 92% of 100 runs of the last 5 minutes: ConnectionError: pdf:8080.",
+    ),
+    "failing_long": (
+        shard(handler(blocked=9, failing=Failing(2, ago(hours=5), "ValueError: no amount", ["k1"]))),
+        "2 notifications of `ledger` keep failing, for 5 h: ValueError: no amount. Later notifications of key `k1` "
+        "wait until it succeeds, or is skipped.",
     ),
     "handler_resting": (
         shard(instances=[instance(handlers={"ledger": HandlerReport(rest=RestReport(ago(seconds=40), "away"))})]),
@@ -162,7 +182,14 @@ FAULTS: dict[str, tuple[ShardFacts, str]] = {
         "cancellation.",
     ),
     "unroutable": (
-        shard(unroutable={"old-name": 12}), "12 notifications of `old-name` wait, and no process has such a handler.",
+        shard(rows={"old-name": RowFacts(due=5, waiting=7)}),
+        "12 notifications of `old-name` wait, and no process has such a handler: deploy it, or add "
+        "`aliases={'old-name'}` to the handler with its new name.",
+    ),
+    "delayed_long": (
+        shard(handler(waiting=3, far=2)),
+        "2 notifications of `ledger` are delayed for more than a year: `outboxio retry ID` runs one now, "
+        "`outboxio skip ID` ends it.",
     ),
     "event_without_handler": (
         shard(undelivered={"Refunded": Waiting(12, ago(hours=3))}),
@@ -175,10 +202,6 @@ FAULTS: dict[str, tuple[ShardFacts, str]] = {
     "clock_off": (
         shard(instances=[instance(clock_offset=-5.2)]),
         "The clock of host-a is 5.2 s behind the clock of the database.",
-    ),
-    "partition_unowned": (
-        shard(handler(locks=[LockFacts(owner=WORKER), LockFacts(partition=1)], unowned_due=[1])),
-        "Partition 1 of `ledger`: notifications are due, and no process holds the lock.",
     ),
     "operation_failed": (
         shard(failed_operations=[failed_operation("retry", "ada", "ValueError: no")]),
@@ -211,7 +234,13 @@ HEALTHY = {
     "half of the runs": shard(handler(minutes=minutes(failed=10, succeeded=10))),
     "failures of long ago": shard(handler(minutes=minutes(failed=100, back=7))),
     "old dead letters": shard(handler(dead=100, newest_dead=ago(hours=2))),
-    "a lock that changes hands": shard(handler(locks=[LockFacts()], due=1, oldest_due=ago(seconds=20))),
+    "a lock that changes hands": shard(
+        unheld(due=1, unowned=1, oldest_due=ago(seconds=20), oldest_unowned=ago(seconds=20))
+    ),
+    "a batch that waits for more events": shard(
+        handler(due=1, oldest_due=ago(minutes=40)), instances=[reporting(max_wait=3600.0)]
+    ),
+    "a notification that waits for its retry": shard(handler(waiting=3, retrying=3)),
     "a handler that is gone, without work": shard(
         handler(locks=[LockFacts(owner="gone", is_dead=True)], last_seen=ago(hours=2))
     ),
@@ -260,19 +289,51 @@ def test_notifications_of_newer_versions_are_a_finding_of_their_handler() -> Non
 def test_newer_versions_are_named_with_their_counts() -> None:
     waits = [DeferredFigures("ledger", "Made", version, version) for version in (2, 3, 4, 5)]
     former = [DeferredFigures("former-name", "Made", 5, 9_999)]
-    found = overview(shard(handler(deferred=[*waits, *former])))
+    rows = handler(deferred=[*waits, *former])
+    found = overview(shard(rows, rows={"ledger": rows}))
 
     assert found.verdict == [
         "10,000+ notifications of `ledger` wait for version 5 of `Made` (10,000+), version 4 of `Made` (4), version 3 "
         "of `Made` (3) and 1 more, and no process that runs the handler has them: deploy the newer code to the "
         "processes that run handlers."
     ]
-    assert (found.handlers[0].deferred, found.figures.unroutable) == (MOST, MOST)
+    assert (found.handlers[0].reasons, found.figures.unroutable) == ({"version": MOST}, MOST)
 
 
 def test_a_handler_without_a_holder_is_not_told_to_be_behind_as_well() -> None:
-    facts = shard(handler(locks=[LockFacts(owner="dead", is_dead=True)], due=1, oldest_due=ago(hours=1)))
+    facts = shard(unheld(due=1, unowned=1, oldest_due=ago(hours=1), oldest_unowned=ago(hours=1)))
     assert told(facts) == [("lock_without_holder", "No process holds `ledger`: 1 notification waits.")]
+
+
+def test_partitions_without_a_holder_are_named() -> None:
+    facts = shard(unheld(1, 2, due=7, unowned=3, oldest_due=ago(seconds=40), oldest_unowned=ago(seconds=31)))
+    assert told(facts) == [
+        ("lock_without_holder", "No process holds partitions 1, 2 of `ledger`: 3 notifications wait.")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("report", "why"),
+    [
+        ({"limited_to": "5/s"}, ", limited to 5/s"),
+        ({"in_flight": 20, "limit": 20}, ", all 20 runs that it may have at the same time are in use"),
+        ({"in_flight": 19, "limit": 20}, ""),
+        ({"max_wait": 600.0}, ""),
+    ],
+)
+def test_a_handler_that_is_behind_says_what_holds_its_rows_back(report: dict[str, Any], why: str) -> None:
+    facts = shard(handler(due=9, oldest_due=ago(minutes=14)), instances=[reporting(**report)])
+    assert told(facts) == [("handler_behind", f"`ledger` is behind: oldest due 14 min, 9 waiting{why}.")]
+
+
+def test_rows_of_a_handler_that_is_gone_name_the_handler_that_may_be_its_successor() -> None:
+    gone = handler("old", is_gone=True, due=1, waiting=2, blocked=3, locks=[LockFacts()], unowned=1)
+    [finding] = overview(shard(gone, handler("new"))).findings
+    assert (finding.rule, finding.fix) == ("unroutable", "outboxio skip --handler old --dry-run")
+    assert finding.text == (
+        "6 notifications of `old` wait, and no process has such a handler: deploy it, or add `aliases={'old'}` to "
+        "`new` if that is its new name."
+    )
 
 
 def test_fan_out_without_a_holder_is_not_told_to_be_behind_as_well() -> None:

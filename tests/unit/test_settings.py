@@ -64,6 +64,7 @@ def test_leafs_and_defaults_are_the_published_ones() -> None:
         "shutdown_timeout": timedelta(seconds=25),
         "lock_heartbeat": timedelta(seconds=5),
         "spread_after": timedelta(seconds=10),
+        "failing_alert_after": timedelta(hours=1),
         "subscription_ttl": timedelta(days=7),
         "connect_timeout": timedelta(seconds=10),
         "statement_timeout": timedelta(seconds=60),

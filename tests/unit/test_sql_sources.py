@@ -26,7 +26,7 @@ AT_IMPORT = {
     "transaction_endings.py": {"Lexicon", "_postgres", "_mysql"},
     "statement.py": {"delete"},
     "tables/ordering.py": {"_first_in", "_heads_behind", "_next_in", "_next_key"},
-    "tables/probes.py": {"_counted", "_newest", "_next_name", "_next_waiting", "_of_state"},
+    "tables/probes.py": {"_between", "_newest", "_next_name", "_next_waiting", "_of_state", "_range"},
     "tables/reads.py": {"_count", "_mysql_is_text", "_mysql_text", "_of_listed", "_walk"},
     "tables/notifications.py": {"_records"},
     "syntax.py": {"Syntax", "PostgresSyntax", "MysqlSyntax", "SqliteSyntax"},

@@ -14,11 +14,10 @@ from rich.text import Text
 from outboxio.cli.answer import Exit, ago, line, moment, say, say_aside, say_json, state_of
 from outboxio.cli.commands.operations import Manner
 from outboxio.cli.commands.rows import Column, Rows
-from outboxio.cli.inside import admin_of, clock_of, databases
+from outboxio.cli.inside import admin_of, databases
 from outboxio.cli.options import pasted
 from outboxio.cli.target import TargetError
 from outboxio.handlers.options import AnyPartitions
-from outboxio.model.lock_name import Slot
 from outboxio.operations.arguments import given_partitions
 from outboxio.operations.partitions.owners import HandlerPartitions, PartitionOwner, in_ranges
 from outboxio.outbox import Outbox
@@ -163,16 +162,6 @@ async def _when_taken(outbox: Outbox, request: Request) -> Sequence[HandlerParti
         if not is_awaited or time.monotonic() > until:
             return found
         await asyncio.sleep(0.1)
-
-
-async def unowned_with_due_rows(outbox: Outbox, one: HandlerPartitions) -> tuple[int, ...]:
-    """The partitions that no process owns although rows of the partition are due."""
-    database, now = databases(outbox)[one.shard], clock_of(outbox, one.shard)()
-    return tuple([
-        partition
-        for partition in one.by_owner.get(None, ())
-        if await database.stored_notifications.any_due(outbox.namespace, now, [Slot(one.handler_name, partition)])
-    ])  # fmt: skip
 
 
 def _table(outbox: Outbox, found: Sequence[HandlerPartitions]) -> Table:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from rich.console import Group, RenderableType
 from rich.live import Live
@@ -152,28 +152,29 @@ def _age(seconds: float | None) -> str:
 
 def _handlers(found: Sequence[HandlerStatus]) -> Rows:
     due, oldest, dead, ok, fail = (Column(name, right=True) for name in ("due", "oldest", "dead/h", "ok/min", "fail"))
-    later, p95, runs = (
-        Column("later", right=True, spare=1),
-        Column("p95", right=True, spare=2),
-        Column("runs", right=True, spare=3),
-    )
-    bars = Column("last 20 min", spare=4)
-    # A column that is nearly always empty: for rows of an event version that only newer code can read.
-    deferred = [Column("deferred", right=True)] if any(one.deferred for one in found) else []
-    made = Rows(Column(""), "handler", due, oldest, later, *deferred, dead, ok, bars, fail, p95, runs, "held by")
+    p95, runs = Column("p95", right=True, spare=1), Column("runs", right=True, spare=2)
+    bars = Column("last 20 min", spare=3)
+    waits = {one.handler_name: _waits(one.reasons) for one in found}
+    why = ["waits for"] if any(waits.values()) else []
+    made = Rows(Column(""), "handler", due, oldest, *why, dead, ok, bars, fail, p95, runs, "held by")
     for one in found:
         holders = sorted({holder for each in one.holders.values() for holder in each})
         held = Text("paused", "yellow") if one.paused_since is not None else line(_held(holders))
         made.add(
             line(_MARKS[one.level]), line((one.handler_name, "bold")), f"{one.due:,}",
-            "" if one.oldest_due is None else span(one.oldest_due), f"{one.waiting:,}",
-            *(f"{one.deferred:,}" for _ in deferred), f"{one.dead_hour:,}",
+            "" if one.oldest_due is None else span(one.oldest_due),
+            *(waits[one.handler_name] for _ in why), f"{one.dead_hour:,}",
             f"{one.per_minute:,.0f}", sparkline(one.minutes[-20:]),
             "" if one.fail_share is None else f"{one.fail_share:.0%}",
             "" if one.duration_p95 is None else span(one.duration_p95),
             f"{one.in_flight}/{one.limit}" if one.limit else f"{one.in_flight}", held,
         )  # fmt: skip
     return made
+
+
+def _waits(reasons: Mapping[str, int]) -> str:
+    """Why notifications wait that are not simply queued, such as ``retry 3, paused 12``."""
+    return ", ".join(f"{reason} {number:,}" for reason, number in reasons.items() if reason != "queued")
 
 
 def _held(holders: Sequence[str]) -> str:

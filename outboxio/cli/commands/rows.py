@@ -193,6 +193,8 @@ def _tell_notification(record: NotificationRecord) -> None:
     told = f"  {tries}, changed {ago(record.updated_date)}{due}"
     say("", line((record.handler_name, "bold"), "  ").append(state_of(record.state)).append(line(told)))
     say(line((f"  {record.id}", "dim")))
+    if record.reason is not None:
+        say(line("  ", (record.reason, "yellow")))
     for error in record.errors:
         when = str(error.get("time", "")).replace("T", " ")[:19]
         say(line(f"  try {error.get('attempt')}  {when}  ", (f"{error.get('type')}: {error.get('message')}", "red")))

@@ -15,13 +15,11 @@ from rich.text import Text
 
 from outboxio.cli.answer import Exit, exit_code, in_words, line, say, say_error, say_json
 from outboxio.cli.commands import glance
-from outboxio.cli.commands.cluster import unowned_with_due_rows
 from outboxio.cli.inside import admin_of, databases, health_of
 from outboxio.cli.target import TargetError
 from outboxio.errors import OutboxError
 from outboxio.health.rules import NOT_RUNNING
-from outboxio.operations.partitions.owners import HandlerPartitions, in_ranges
-from outboxio.operations.stranded import Stranded
+from outboxio.operations.partitions.owners import HandlerPartitions
 from outboxio.outbox import Outbox
 from outboxio.support.duration import format_duration, parse_duration
 
@@ -40,29 +38,13 @@ _MEANINGS = {
 _ALARMING = {"DEAD", "EXPIRED", "unroutable"}
 
 
-class Unowned(Struct, frozen=True):
-    """Partitions with due notifications that no process owns."""
-
-    shard: str
-    handler_name: str
-    partitions: tuple[int, ...]
-
-    def __str__(self) -> str:
-        return (
-            f"no process owns {_partitions(self.partitions)} of handler {self.handler_name!r}, with due notifications: "
-            "start a process that has the handler, or look in the log of the running processes"
-        )
-
-
 class Report(Struct):
     """The answers of the shards."""
 
     counts: dict[str, dict[str, int]]
     errors: dict[str, OutboxError]
-    stranded: list[Stranded] = []
     partitions: list[HandlerPartitions] = []
     """The handlers with several partitions."""
-    unowned: list[Unowned] = []
 
     @property
     def total(self) -> dict[str, int]:
@@ -86,16 +68,12 @@ async def status(outbox: Outbox, fail_on: Sequence[str] = (), *, as_json: bool) 
             {"shard": one.shard, "handler_name": one.handler_name, "number": one.number, "owners": _owners(one)}
             for one in report.partitions
         ]
-        more = {"stranded": report.stranded, "partitions": owners, "unowned": report.unowned, "overview": overview}
+        more = {"partitions": owners, "overview": overview}
         say_json(answer | more)
     elif report.counts:
         say("", glance.shown(overview), "", _table(outbox.namespace, report), "")
         if report.partitions:
             say(_table_of_owners(report), "")
-        for unowned in report.unowned:
-            say(line(("NO", "bold red"), f"  {unowned.shard}: {unowned}"))
-        for stranded in report.stranded:
-            say(line(("NO", "bold red"), f"  {stranded.shard}: {stranded}"))
     no = Exit.NO if glance.fails(overview, fail_on) else Exit.FINE
     return max(map(exit_code, report.errors.values()), default=no)
 
@@ -106,20 +84,10 @@ async def _ask_all(outbox: Outbox) -> Report:
         try:
             await database.schema.check()
             report.counts[shard] = await outbox.admin.counts(shard=shard)
-            report.stranded += await outbox.admin.stranded(shard=shard)
-            await _ask_partitions(outbox, shard, report)
+            report.partitions += [one for one in await outbox.admin.partitions(shard=shard) if one.active > 1]
         except OutboxError as error:
             report.errors[shard] = error
     return report
-
-
-async def _ask_partitions(outbox: Outbox, shard: str, report: Report) -> None:
-    """Ask for the owners of the handlers with several partitions."""
-    for one in await outbox.admin.partitions(shard=shard):
-        if one.active > 1:
-            report.partitions.append(one)
-            if unowned := await unowned_with_due_rows(outbox, one):
-                report.unowned.append(Unowned(shard, one.handler_name, unowned))
 
 
 def _owners(one: HandlerPartitions) -> dict[str, int]:
@@ -143,10 +111,6 @@ def _table_of_owners(report: Report) -> Table:
             table.add_row(name, Text("no process", "bold yellow"), str(free))
         table.add_section()
     return table
-
-
-def _partitions(numbers: tuple[int, ...]) -> str:
-    return f"partition{'s' * (len(numbers) > 1)} {in_ranges(numbers)}"
 
 
 def _table(namespace: str, report: Report) -> Table:

@@ -8,7 +8,10 @@ from uuid import UUID
 from msgspec.structs import replace
 
 from outboxio.errors import ConfigurationError
-from outboxio.model.notification import NotificationRecord, State
+from outboxio.health.facts import ShardFacts
+from outboxio.health.reasons import explain
+from outboxio.health.values import brief
+from outboxio.model.notification import TERMINAL, NotificationRecord, State
 from outboxio.model.operating.groups import Filter, Group, Groups, Place, Search, fingerprint
 from outboxio.model.operating.operation import BoundedCount, Page
 from outboxio.model.redaction import Redact, redacted_record
@@ -159,16 +162,17 @@ class Questions(AdminBase):
         of = BoundedCount(max(of, looked_at), is_complete=is_complete)
         return Groups(grouped(errors, wanted, self._redact), looked_at, of)
 
-    async def inspect(
-        self, id: UUID, *, documents: bool = True, shard: str | None = None
-    ) -> Sequence[NotificationRecord]:
+    async def inspect(self, id: UUID, *, documents: bool = True, shard: str | None = None) -> Inspected:
         """The notification with this id, or all notifications of the event with this id; empty for an unknown id.
 
-        ``documents=False`` leaves out payload, parameters and headers, and is for the id of an event.
+        Each unfinished notification says in ``reason`` why it has not run. ``documents=False`` leaves out payload,
+        parameters and headers, and is for the id of an event.
 
         Example::
 
-            (record,) = await outbox.admin.inspect(notification_id)
+            found = await outbox.admin.inspect(notification_id)
+            print(found.reason)  # Waits for its retry at 2030-01-01 12:00:30 UTC, after attempt 3 failed.
+            (record,) = found
             print(record.state, record.attempts, record.errors)
         """
         records: list[NotificationRecord] = []
@@ -178,7 +182,32 @@ class Questions(AdminBase):
                 records += await database.stored_notifications.select_by_id(self._namespace, chosen)
             else:
                 records += await database.event_search.notifications_of(self._namespace, chosen, _MOST_OF_EVENT)
-        return self._redacted(sorted(records, key=lambda record: (record.handler_name, record.created_date)))
+        records = [await self._with_reason(record) for record in records]
+        return Inspected(self._redacted(sorted(records, key=lambda record: (record.handler_name, record.created_date))))
+
+    async def _with_reason(self, record: NotificationRecord) -> NotificationRecord:
+        if record.state in TERMINAL:
+            return record
+        try:
+            facts, _ = await self._setup.overviews.read()
+        except Exception as error:  # a right is missing: the notification itself is shown all the same
+            return replace(record, reason=f"Not known: {brief(self._redact(str(error)))}")
+        shard = next(one for one in facts.shards if one.name == record.shard)
+        head = await self._head(record, shard) if record.state == State.BLOCKED else None
+        if head is None or head.id == record.id:
+            return replace(record, reason=explain(record, shard))
+        ended = f"It ended {head.state}: retry it, or skip it."
+        own = ended if head.state in TERMINAL else f"That one: {explain(head, shard)}"
+        return replace(record, reason=f"{explain(record, shard, f'`{head.id}`')} {own}")
+
+    async def _head(self, record: NotificationRecord, shard: ShardFacts) -> NotificationRecord | None:
+        """The notification for which the rest of its ordering key waits."""
+        if record.ordering_key is None:
+            return None
+        handler = shard.handler_of(record.handler_name)
+        names = [record.handler_name] if handler is None else [handler.name, *handler.aliases]
+        [database] = self._shards.databases(record.shard)
+        return await database.stored_notifications.first_of_key(self._namespace, names, record.ordering_key)
 
     async def export(
         self, filter: Filter | None = None, *, shard: str | None = None
@@ -291,6 +320,15 @@ class Questions(AdminBase):
 
     def _redacted(self, records: Iterable[NotificationRecord]) -> Sequence[NotificationRecord]:
         return [redacted_record(record, self._redact) for record in records]
+
+
+class Inspected(list[NotificationRecord]):
+    """What :meth:`Questions.inspect` has found: a list of notifications."""
+
+    @property
+    def reason(self) -> str | None:
+        """Why the unfinished notifications have not run, a sentence for each; ``None`` if all are finished."""
+        return " ".join(dict.fromkeys(one.reason for one in self if one.reason is not None)) or None
 
 
 def _as_id(after: object) -> UUID | None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from outboxio.health.collector import HOUR, MOST_KEYS
+from outboxio.health.reasons import Reason, waiting_in
 from outboxio.health.values import HandlerStatus, KeyStatus, LockStatus, Overview
 from outboxio.model.lock_name import LockName
 from outboxio.operations.arguments import given_handler
 from outboxio.operations.base import AdminBase
 from outboxio.operations.partitions.owners import locks_of
 from outboxio.storage.protocols import counts_of
+
+_NO_BOUND = 2**31 - 1
 
 
 class OverviewQuestions(AdminBase):
@@ -29,6 +33,34 @@ class OverviewQuestions(AdminBase):
                 print("\\n".join(overview.verdict))
         """
         return (await self._setup.overviews.read())[1]
+
+    async def waiting(self, handler: str | None = None, *, shard: str | None = None) -> dict[str, int]:
+        """Why notifications have not run: the number of unfinished ones for each reason, of one handler or of all.
+
+        Each unfinished notification has exactly one reason, so the sum is their number; it is exact while no
+        notification changes. The reasons are those of :class:`~outboxio.health.reasons.Reason`: ``queued`` (due, or
+        running now), ``retry``, ``delayed``, ``schedule``, ``batch``, ``blocked``, ``version``, ``no_handler``,
+        ``no_owner``, ``paused``, ``unavailable``, ``rate``, ``concurrency``.
+
+        Counts all unfinished notifications; :meth:`overview` counts up to 10,000 of each handler. Raises
+        :class:`UnknownHandler` for an unknown name.
+
+        Example::
+
+            waiting = await outbox.admin.waiting("invoice-pdf")
+            print({reason: number for reason, number in waiting.items() if number})  # {"retry": 3, "paused": 40}
+        """
+        wanted = None if handler is None else given_handler(handler)
+        counts = Counter[Reason](dict.fromkeys(Reason, 0))
+        for one in self._shards.chosen(shard):
+            names = None if wanted is None else await self._known.names_of(wanted, one.database)
+            collector = self._setup.overviews.collectors[one.database.name]
+            facts = await collector.rows_and_locks(await one.now(), most=_NO_BOUND, names=names)
+            for by_reason in waiting_in(facts).values():
+                counts.update(by_reason)
+        if wanted is not None and not counts.total():
+            await self._known.refuse_unknown(wanted, self._shards.databases(shard), among_rows=True)
+        return {reason.value: number for reason, number in counts.items()}
 
     async def handlers(self) -> Sequence[HandlerStatus]:
         """The handlers of the namespace, the worst first: backlog, failures, holders. As in :meth:`overview`.

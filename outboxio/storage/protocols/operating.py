@@ -75,7 +75,7 @@ class Piece(Struct, frozen=True):
 
 
 class DueFigures(Struct, frozen=True):
-    """The unfinished notifications of a stored handler name. Both numbers are counted up to a bound."""
+    """The unfinished notifications of a stored handler name. All numbers are counted up to a bound."""
 
     handler_name: str
     due: int
@@ -84,6 +84,10 @@ class DueFigures(Struct, frozen=True):
     """PENDING, FAILED and DYING rows that are due later: delayed, scheduled, or waiting for a retry."""
     oldest_due: datetime | None
     """The earliest due date of a row that is due now."""
+    retrying: int = 0
+    """Rows among ``waiting`` that have failed; the rest is delayed or scheduled."""
+    far: int = 0
+    """Rows among ``waiting`` that are due in more than a year."""
 
 
 class DeferredFigures(Struct, frozen=True):

@@ -8,7 +8,7 @@ from typing import Any
 from uuid import UUID
 
 from outboxio.model.lock_name import MOST_PARTITIONS, Slot
-from outboxio.model.notification import BEGINNING, DOCUMENTS, NotificationRecord, record_of
+from outboxio.model.notification import BEGINNING, DOCUMENTS, NotificationRecord, State, record_of
 from outboxio.storage.statement import Jumps, Port, Query, Statement, Text
 
 # --- rows that are not finished --------------------------------------------------------------------
@@ -123,7 +123,7 @@ WHERE n.namespace = :namespace AND {{ids n.event_id :ids}}
 """,
     tuple[Any],
 )
-_FIELDS = [field for field in NotificationRecord.__struct_fields__ if field != "shard"]
+_FIELDS = [field for field in NotificationRecord.__struct_fields__ if field not in ("shard", "reason")]
 _COLUMNS = [f"{{text n.{field}}}" if field in {*DOCUMENTS, "errors"} else f"n.{field}" for field in _FIELDS]
 
 
@@ -132,6 +132,7 @@ def _records(columns: Sequence[str]) -> Query[NotificationRecord]:
     return Query(
         f"SELECT {', '.join(columns)}, {{text :shard}} FROM {_BY_ID} WHERE {of_ids}",
         NotificationRecord,
+        fields=[*_FIELDS, "shard"],
         make=lambda row: record_of(row, row["shard"]),
         lenient=True,
     )
@@ -169,6 +170,18 @@ ORDER BY n.sequence
 ).having(
     parked=Text("{table event_notifications event_notifications_parked n}", mysql=_LINE),
     ended=Text("n.state IN ('DEAD', 'EXPIRED')", mysql="n.line_part = 3"),
+)
+_FIRST_OF_KEY = f"""
+SELECT n.sequence, n.id FROM {_LINE}
+WHERE n.namespace = :namespace AND {{in_line}} AND n.handler_name = :name AND n.ordering_key = :ordering_key
+ORDER BY n.ordering_key, n.sequence LIMIT 1
+"""
+_ACTIVE, _BLOCKED = (_FIRST_OF_KEY.replace("{in_line}", f"n.line_part = {part}") for part in (1, 2))
+FIRST_OF_KEY = Query(
+    _FIRST_OF_KEY,
+    tuple[int, Any],
+    mysql=f"SELECT f.* FROM (({_ACTIVE}) UNION ALL ({_BLOCKED})) f",
+    each="name text",
 )
 # No plan can use an index of the states.
 RESUME = Statement(f"""
@@ -280,6 +293,17 @@ class StoredNotifications:
         """Skip the DEAD and EXPIRED rows that park an ordering key; the number of rows."""
         each, key = [{"name": name} for name in names], {"namespace": namespace, "ordering_key": ordering_key}
         return await self._change(RESUME, await self._port.fetch_each(FIND_PARKING, each, **key), now=now)
+
+    async def first_of_key(self, namespace: str, names: Sequence[str], ordering_key: str) -> NotificationRecord | None:
+        """The notification for which the rest of an ordering key waits: the first unfinished one, or the one that parks
+        the key if the first is BLOCKED."""
+        each, key = [{"name": name} for name in names], {"namespace": namespace, "ordering_key": ordering_key}
+        first = sorted(await self._port.fetch_each(FIRST_OF_KEY, each, **key))[:1]
+        found = await self.records(namespace, [id for _, id in first], documents=False)
+        if found and found[0].state == State.BLOCKED:
+            parking = [id for (id,) in await self._port.fetch_each(FIND_PARKING, each, **key)][:1]
+            found = await self.records(namespace, parking, documents=False) or found
+        return found[0] if found else None
 
     async def replay(
         self,

@@ -7,13 +7,19 @@ names with rows, and the second counts the rows of these names.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from datetime import datetime
+from datetime import datetime, timedelta
+from uuid import UUID
 
 from outboxio.model.lock_name import Slot
-from outboxio.model.notification import FIRST_DEFERRED
+from outboxio.model.notification import BEGINNING, FIRST_DEFERRED
 from outboxio.storage.protocols.operating import Counted, DeadFigures, DueFigures, ParkedKey
 from outboxio.storage.protocols.values import Waiting
-from outboxio.storage.statement import Jumps, Port, Query
+from outboxio.storage.statement import Jumps, Port, Query, Text
+
+FAR = timedelta(days=366)
+"""A row that is due later than so is probably due by mistake."""
+MOST_LOOKED_AT = 5000
+MICROSECOND = timedelta(microseconds=1)
 
 # --- due rows --------------------------------------------------------------------------------------
 
@@ -42,34 +48,61 @@ ENDS = Query(
 # MySQL: the partitions are a list of numbers, so that each partition is a range of its own.
 _AMONG = "AND n.partition_number IN (:partitions)"
 _OF_NAME = "n.namespace = :namespace AND {unfinished} AND n.handler_name = :name"
-_COUNT_DUE = f"""
-SELECT :name, (SELECT count(*) FROM (
-    SELECT 1 FROM {_DUE} WHERE {_OF_NAME} {_AMONG} AND n.next_retry_at <= :now LIMIT :most) c),
-  (SELECT count(*) FROM (
-    SELECT 1 FROM {_DUE} WHERE {_OF_NAME} {_AMONG} AND n.next_retry_at > :now AND n.next_retry_at < :first_deferred
-    LIMIT :most) c)
-"""
-
-
-def _counted(bounds: str) -> str:
-    """PostgreSQL: the entries of all partitions of a name, partition by partition, up to the limit."""
-    return f"""(SELECT count(*) FROM (
-    SELECT FROM unnest(:partitions) AS p(number) CROSS JOIN LATERAL (
-      SELECT FROM {_DUE} WHERE {_OF_NAME} AND {bounds}
-      ORDER BY n.partition_number, n.next_retry_at, n.sequence LIMIT :most) n
-    LIMIT :most) c)"""
-
-
 _PLACE = "(n.partition_number, n.next_retry_at)"
+_IS_DUE = Text(
+    f"{_AMONG} AND n.next_retry_at <= :now",
+    postgres=f"AND n.partition_number >= p.number AND {_PLACE} <= (p.number, :now)",
+    sqlite="AND n.next_retry_at <= :now",
+)
+
+
+def _between(after: str, before: str) -> Text:
+    """The rows that are due after a moment and before another."""
+    dates = f"AND n.next_retry_at > {after} AND n.next_retry_at < {before}"
+    return Text(
+        f"{_AMONG} {dates}",
+        postgres=f"AND {_PLACE} > (p.number, {after}) AND {_PLACE} < (p.number, {before})",
+        sqlite=dates,
+    )
+
+
+def _range(bounds: str, columns: str, most: str = ":most") -> Text:
+    """The rows of a name in a range of due dates, up to a number; on PostgreSQL partition by partition."""
+    found = f"SELECT {columns} FROM {_DUE} WHERE {_OF_NAME} {{{bounds}}}"
+    return Text(
+        f"{found} LIMIT {most}",
+        postgres=f"""SELECT n.* FROM unnest(:partitions) AS p(number) CROSS JOIN LATERAL (
+      {found} ORDER BY n.partition_number, n.next_retry_at, n.sequence LIMIT {most}) n LIMIT {most}""",
+    )
+
+
+# Only of the rows that are due later the state is read, which is not in the index.
 COUNT_DUE = Query(
-    _COUNT_DUE,
-    tuple[str, int, int],
-    postgres=f"""
-SELECT :name, {_counted(f"n.partition_number >= p.number AND {_PLACE} <= (p.number, :now)")},
-  {_counted(f"{_PLACE} > (p.number, :now) AND {_PLACE} < (p.number, :first_deferred)")}
+    """
+SELECT :name, d.number, l.number, l.retrying, f.number FROM
+  (SELECT count(*) AS number FROM ({due}) c) d,
+  (SELECT count(*) AS number, count(CASE WHEN c.state <> 'PENDING' THEN 1 END) AS retrying FROM ({later}) c) l,
+  (SELECT count(*) AS number FROM ({far}) c) f
 """,
-    sqlite=_COUNT_DUE.replace(_AMONG, ""),
+    tuple[str, int, int, int, int],
     each="name text, partitions int[]",
+).having(
+    due=_range("is_due", "1 AS one"), is_due=_IS_DUE,
+    later=_range("is_later", "n.state"), is_later=_between(":now", ":far"),
+    far=_range("is_far", "1 AS one"), is_far=_between(":near", ":first_deferred"),
+)  # fmt: skip
+
+# The rows that have failed, of those that are due first. Any of these may be due, or wait for a retry.
+FAILING = Query(
+    """
+SELECT :name, f.id FROM (
+  SELECT c.id FROM ({unfinished_rows}) c WHERE c.state <> 'PENDING' AND c.retention_from < :before LIMIT :most) f
+""",
+    tuple[str, UUID],
+    each="name text, partitions int[]",
+).having(
+    unfinished_rows=_range("is_not_deferred", "n.id, n.state, n.retention_from", ":among"),
+    is_not_deferred=_between(":start", ":first_deferred"),
 )
 
 # --- BLOCKED rows ----------------------------------------------------------------------------------
@@ -227,11 +260,11 @@ class Probes:
         self._port = port
 
     async def due(self, namespace: str, slots: Sequence[Slot], now: datetime, most: int) -> list[DueFigures]:
-        """The figures of each stored handler name of ``slots``; the slots of a name are all of its partitions.
+        """The figures of the rows in these slots, by stored handler name.
 
-        ``oldest_due`` is exact. Resting rows do not count.
+        ``oldest_due`` is exact. Deferred rows do not count.
         """
-        partitions = {name: list(range(number)) for name, number in _numbers_of(slots).items()}
+        partitions = _partitions_of(slots)
         pairs = [{"name": name, "number": number} for name, numbers in partitions.items() for number in numbers]
         if not pairs:
             return []
@@ -242,10 +275,25 @@ class Probes:
             for name, _, last in ends
             if name in oldest or (last is not None and last > now)
         ]
-        scope = {"namespace": namespace, "now": now, "first_deferred": FIRST_DEFERRED, "most": most}
-        rows = {row[0]: row for row in await self._port.fetch_each(COUNT_DUE, counted, **scope)}
-        found = [rows.get(name, (name, 0, 0)) for name in partitions]
-        return [DueFigures(name, due, waiting, oldest.get(name)) for name, due, waiting in found]
+        far = now + FAR
+        scope = {"now": now, "near": far - MICROSECOND, "far": far, "first_deferred": FIRST_DEFERRED, "most": most}
+        counts = await self._port.fetch_each(COUNT_DUE, counted, namespace=namespace, **scope)
+        rows = {row[0]: row for row in counts}
+        found = [rows.get(name, (name, 0, 0, 0, 0)) for name in partitions]
+        return [
+            DueFigures(name, due, min(most, later + far), oldest.get(name), retrying=retrying, far=far)
+            for name, due, later, retrying, far in found
+        ]
+
+    async def failing(self, namespace: str, slots: Sequence[Slot], before: datetime, most: int) -> list[UUID]:
+        """Up to ``most`` rows of each stored handler name that have failed, and became due first before a moment.
+
+        Only the first 5,000 rows of a name by due date are looked at, on PostgreSQL of each partition.
+        """
+        each = [{"name": name, "partitions": partitions} for name, partitions in _partitions_of(slots).items()]
+        scope = {"start": BEGINNING[0], "first_deferred": FIRST_DEFERRED, "among": MOST_LOOKED_AT, "most": most}
+        rows = await self._port.fetch_each(FAILING, each, namespace=namespace, before=before, **scope)
+        return [id for _, id in rows]
 
     async def blocked(self, namespace: str, names: Sequence[str], most: int) -> dict[str, Counted]:
         """The number of BLOCKED rows of each stored handler name.
@@ -300,9 +348,9 @@ def _each(names: Sequence[str]) -> list[dict[str, str]]:
     return [{"name": name} for name in names]
 
 
-def _numbers_of(slots: Iterable[Slot]) -> dict[str, int]:
-    """The number of partitions of each name: one more than the highest partition of the name."""
-    numbers: dict[str, int] = {}
+def _partitions_of(slots: Iterable[Slot]) -> dict[str, list[int]]:
+    """The partitions of each name."""
+    partitions: dict[str, list[int]] = {}
     for name, partition in slots:
-        numbers[name] = max(numbers.get(name, 0), partition + 1)
-    return numbers
+        partitions.setdefault(name, []).append(partition)
+    return partitions
