@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from itertools import combinations
 from uuid import UUID
 
 import pytest
@@ -156,7 +157,9 @@ async def paged(
 @pytest.mark.slow
 async def test_each_matching_row_is_in_one_page_and_counted(repository: NotificationSearch, rows: list[Row]) -> None:
     chance = random.Random(11)
-    for search in searches(chance, 60):
+    unfinished = (State.PENDING, State.FAILED, State.BLOCKED, State.DYING)
+    several = [Search(states=states) for number in (2, 3, 4) for states in combinations(unfinished, number)]
+    for search in (*several, *searches(chance, 60)):
         expected = sorted(str(row.id) for row in rows if matches(search, row))
         whole = await repository.find("app", search, 1000)
         assert sorted(str(row.id) for row in whole.rows) == expected, search

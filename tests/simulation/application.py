@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from outboxio import Outbox, Settings
+from outboxio import Filter, NotificationRecord, Outbox, Settings
 from outboxio.errors import DatabaseUnavailable
 from outboxio.testing.simulation import Process, World
 from outboxio.testing.simulation.faults import USUAL
@@ -23,6 +23,7 @@ SETTINGS = Settings(
     lock_heartbeat="1s", handler_timeout="10s", shutdown_timeout="3s", concurrency=20, fanout_poll_delay="200ms",
     handling_poll_delay="200ms", purge_enabled=False, max_crashes=1000,
 )  # fmt: skip
+UNFINISHED = ("PENDING", "FAILED", "BLOCKED", "DYING")
 INVARIANTS = (1, 2, 3, 4, 5, 6, 7, 8)  # without those about partitions, of which a file has one
 START_AGAIN = 0.5  # seconds after which a process whose database was away starts again
 
@@ -81,6 +82,7 @@ class Application:
         await self.meanwhile()
         producer.ask_to_leave()
         await self.world.until(lambda: not producer.is_alive, 60)
+        await self.account()
         await self.settle()
         assert not (left := await self.world.end()), "; ".join(left)
         names = {kind.name: name for name, kind in self.handlers.items() if kind.name is not None}
@@ -90,6 +92,27 @@ class Application:
         broken += _started_by_former_holder(case)
         broken += self.broken()
         assert not broken, "; ".join(broken[:5])
+
+    async def account(self) -> None:
+        """Check that every unfinished row has a reason, while all processes stand still after the last fault."""
+        if self.world.end_of_faults is not None:
+            await self.world.end_of_faults()
+        await self.world.calm()
+        others = [self.world.freeze_now(process.host) for process in self.world.processes if process.is_alive]
+        operator = self.world.start("operator", self.explain, restarts=False)
+        await self.world.until(lambda: not operator.is_alive, 60)
+        for resume in others:
+            resume()
+
+    async def explain(self, process: Process) -> None:
+        process.is_ready = True
+        async with self.outbox(process) as outbox:
+            rows, waiting, before = await unfinished(outbox), dict[str, int](), None
+            while rows != before:  # a statement that was under way may still change rows
+                before, waiting, rows = rows, await outbox.admin.waiting(), await unfinished(outbox)
+            assert sum(waiting.values()) == len(rows), f"{len(rows)} unfinished rows, and the reasons are {waiting}"
+            for row in rows:
+                assert (await outbox.admin.inspect(row.id)).reason, f"{row.id} of {row.handler_name} has no reason"
 
     def outbox(self, process: Process) -> Outbox:
         """An outbox without handlers."""
@@ -121,6 +144,10 @@ class Application:
         async with self.outbox(process) as outbox:
             seed = self.world.random.getrandbits(32)
             await produce(outbox, self.history, process.leaving, seed, pause, act, keys)  # type: ignore[arg-type]
+
+
+async def unfinished(outbox: Outbox) -> Sequence[NotificationRecord]:
+    return await outbox.admin.list(Filter(states=UNFINISHED), 1000, documents=False)
 
 
 class Backlog(Application):

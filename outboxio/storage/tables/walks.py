@@ -122,7 +122,8 @@ def rest_of(walk: str, search: Search) -> Search:
     if walk not in STATES_OF:
         return search
     is_of_states = walk in MERGED and STATES_OF[walk] <= set(search.states)
-    rest = replace(search, names=None, states=() if is_of_states else search.states)
+    own = tuple(state for state in search.states if state in STATES_OF[walk])  # rows in others are in another walk
+    rest = replace(search, names=None, states=() if is_of_states else own)
     return replace(rest, since=None, until=None) if walk == DEAD else rest
 
 
