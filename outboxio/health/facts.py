@@ -203,6 +203,8 @@ class Report(Struct, frozen=True):
     roles: tuple[str, ...] = ()
     loop_lag: float | None = None
     clock_offset: float | None = None
+    full_pool: int = 0
+    """The size of the connection pool if all of its connections are in use."""
     handlers: Mapping[str, HandlerReport] = {}
     stuck: tuple[StuckRunStatus, ...] = ()
 

@@ -129,6 +129,12 @@ def handler_behind(facts: ShardFacts) -> Iterator[Problem]:
             }.get(reason, "")
             age = spoken(facts.age(handler.oldest_due))
             text, fix = f"`{handler.name}` is behind: oldest due {age}, {counted(counts[reason])} waiting{why}.", ""
+            for instance in facts.alive:
+                if instance.report.full_pool and handler.name in instance.report.handlers:
+                    text += (
+                        f" All {instance.report.full_pool} connections of the pool of {instance.instance} are in use."
+                    )
+                    fix = "outboxio instances"
             if handler.lacks_locks:
                 text += " It gets no more partitions: automatic partitions use up their share of the server's locks."
                 fix = "outboxio check"

@@ -115,6 +115,7 @@ class LiveRun:
             "pid": machine.pid(),
             "loop_lag": round(self.loop_lag, 6),
             "clock_offset": self._clock_offset(),
+            "full_pool": self._full_pool(),
             "locks": {lock: number for lock, number in statistics.locks_held.items() if number},
             "paused": self.paused if handles else [],
             "handlers": {handler.name: self._handler(handler) for handler in handlers},
@@ -129,6 +130,11 @@ class LiveRun:
                 for run in dispatcher.stuck_runs()
             ],
         }
+
+    def _full_pool(self) -> int:
+        """The size of the pool if all of its connections are in use, or else 0."""
+        database = self._shard.database
+        return database.pool_size if database.connections_in_use >= database.pool_size else 0
 
     def _handler(self, handler: Handler) -> dict[str, Any]:
         statistics = self._shard.statistics.of(handler.name)

@@ -227,8 +227,7 @@ class ServerDatabase(ABC, Generic[Loop]):
         return self._direct_url is not None or self._engine is not None
 
     @property
-    def _largest_pool(self) -> int:
-        """The largest number of connections for actions."""
+    def pool_size(self) -> int:
         if self._engine is not None:
             return self._engine.size or LARGEST_POOL
         return LARGEST_POOL if self._given is None else self._given.size or LARGEST_POOL
@@ -242,7 +241,7 @@ class ServerDatabase(ABC, Generic[Loop]):
 
     @property
     def handler_transactions(self) -> int:
-        return max(1, self._largest_pool // 2)
+        return max(1, self.pool_size // 2)
 
     def most_key_sessions(self, wanted: int) -> int:
         """``wanted``, and at most a quarter of a given pool: the rest is for actions and loops."""

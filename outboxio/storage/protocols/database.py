@@ -139,6 +139,11 @@ class Database(Protocol):
         ...
 
     @property
+    def pool_size(self) -> int:
+        """The largest number of connections that may be in use for actions and handlers; 0 without a pool."""
+        ...
+
+    @property
     def connections_in_use(self) -> int:
         """The number of connections that actions, handlers and reads of the application have in use."""
         ...

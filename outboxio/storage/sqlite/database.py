@@ -146,6 +146,10 @@ class SqliteDatabase(Tables):
         return True
 
     @property
+    def pool_size(self) -> int:
+        return 0
+
+    @property
     def connections_in_use(self) -> int:
         return self._connections.in_use if self._engine is None else self._engine.in_use
 
