@@ -1,4 +1,4 @@
-"""The handler's own log records get the fields of the run: event, handler, attempt, trace.
+"""The handler's own log records get the fields of the run: event, handler, attempt, model, correlation, trace.
 
 :class:`Context` is a filter for Python's ``logging``, :func:`structlog_context` a processor for structlog, and
 :func:`fields` is for all other libraries. Outside of a handler all three add nothing. docs/reference/logs.md lists
@@ -11,8 +11,7 @@ import logging
 from collections.abc import MutableMapping
 from typing import Any
 
-from outboxio.model.envelope import current_envelope
-from outboxio.support.log import PREFIX, as_fields, current_trace_id
+from outboxio.model.envelope import run_fields
 
 __all__ = ["Context", "fields", "structlog_context"]
 
@@ -65,10 +64,4 @@ def fields() -> dict[str, object]:
 
         loguru.logger.configure(patcher=lambda record: record["extra"].update(outboxio.logs.fields()))
     """
-    envelope = current_envelope.get()
-    if envelope is None or envelope.is_over:
-        return {}
-    if envelope.in_log is None:
-        envelope.in_log = as_fields(envelope.log_fields)
-    trace_id = current_trace_id()
-    return {**envelope.in_log, **({} if trace_id is None else {f"{PREFIX}trace_id": trace_id})}
+    return run_fields()

@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, _AsyncGeneratorContextManager
 from contextvars import ContextVar, Token
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import wraps
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from uuid import UUID
 
 from outboxio.errors import (
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
     from outboxio.integrations.sessions import SessionEvents
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 Rows = tuple[ActionRecord, Sequence[EventRecord]]
@@ -357,6 +359,27 @@ class Transaction:
         """Raise :class:`TransactionEnded`, blaming ``statement``, unless the transaction is still there."""
         if not self._session.in_transaction():
             raise TransactionEnded(self.action_name, statement)
+
+
+class _Unopened(_AsyncGeneratorContextManager[Transaction]):
+    """A transaction before ``async with``."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or not hasattr(Transaction, name):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        raise AttributeError(
+            f"the transaction is not open: write `async with outbox.transaction(...) as tx:`, and tx.{name} in it"
+        )
+
+
+def opens_transaction(function: Callable[P, AsyncGenerator[Transaction]]) -> Callable[P, _Unopened]:
+    """``asynccontextmanager`` for a transaction. A use of it before ``async with`` says what is missing."""
+
+    @wraps(function)
+    def open(*args: P.args, **options: P.kwargs) -> _Unopened:
+        return _Unopened(function, args, options)
+
+    return open
 
 
 _Around = tuple[Transaction, "_Around | None"]

@@ -34,7 +34,7 @@ REMEDIES = {
     "SameDatabase": "Give each shard a database of its own.",
     "SchemaError": "Run `outboxio check`.",
     "SchemaInUse": "Stop the processes of the older version, wait 2 minutes, and migrate again.",
-    "SchemaMissing": "Run `outboxio migrate`, or apply the files that the message names.",
+    "SchemaMissing": "Run the command that the message names. `outboxio check` lists the parts and the SQL files.",
     "SchemaNewer": "Upgrade outboxio in this process.",
     "SchemaNotAdoptable": "Make the parts that the message names as Ekbatan has them, or migrate an empty database.",
     "SchemaOccupied": "Add the missing parts by hand, with the statements of the message.",

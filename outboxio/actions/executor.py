@@ -51,7 +51,7 @@ from outboxio.support.log import log_of, log_text, type_name
 from outboxio.support.machine import in_forked_children
 from outboxio.support.text import briefly
 from outboxio.telemetry.protocol import Execution, TelemetryChoice
-from outboxio.transaction import Transaction, roll_back, transactions_around, work_in, work_outside
+from outboxio.transaction import Transaction, opens_transaction, roll_back, transactions_around, work_in, work_outside
 
 T = TypeVar("T")
 
@@ -171,7 +171,7 @@ class ActionExecutor:
             )  # fmt: skip
         return delay
 
-    @asynccontextmanager
+    @opens_transaction
     async def transaction(
         self,
         action_name: str,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import getpass
+import re
 import socket
 import sys
 import traceback
@@ -20,6 +22,7 @@ from rich.padding import Padding
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from outboxio.cli.options import with_outbox
 from outboxio.cli.target import TargetError
 from outboxio.errors import ConfigurationError, DatabaseUnavailable, OutboxError
 from outboxio.model.notification import NotificationRecord, State
@@ -27,6 +30,7 @@ from outboxio.support.codec import is_list, is_object
 from outboxio.support.text import visible, visible_json, without_passwords
 
 _WIDTH_OF_A_PAGE = 100
+_OF_TABLES = re.compile("`(outboxio (?:migrate|check))`")  # commands that an error about tables names
 
 
 class Exit(IntEnum):
@@ -52,8 +56,10 @@ def answer(
 
     ``report`` writes that line, given the text and the error; by default the line goes to stderr.
     """
+    context = contextvars.copy_context()  # of the command, which has the words of the command line
     try:
-        code: int = asyncio.run(work())
+        with asyncio.Runner() as runner:
+            code: int = runner.run(work(), context=context)
     except (KeyboardInterrupt, typer.Abort):  # an interrupted question is an Abort
         code = 130  # 128 + SIGINT, as in a shell
     except Exception as error:
@@ -61,7 +67,7 @@ def answer(
             # The traceback shows lines of source, which may have a URL with a password.
             text = without_passwords("".join(traceback.format_exception(error)))
             sys.stderr.write("\n".join(map(visible, text.split("\n"))))
-        code = refuse(error, as_json=as_json, report=report)
+        code = context.run(refuse, error, as_json=as_json, report=report)
     raise typer.Exit(code)
 
 
@@ -107,8 +113,9 @@ def say_aside(*lines: RenderableType) -> None:
 
 
 def say_error(text: str) -> None:
-    """A single line on stderr, of any length."""
-    _print(_console(stderr=True), (line(("error:", "bold red"), " ", text),))
+    """A single line on stderr, of any length. Commands about tables get the words that name the outbox."""
+    told = _OF_TABLES.sub(lambda found: f"`{with_outbox(found[1])}`", text)
+    _print(_console(stderr=True), (line(("error:", "bold red"), " ", told),))
 
 
 def say_json(value: object) -> None:
@@ -205,11 +212,11 @@ def moment(given: datetime | None) -> str:
 
 
 def last_error(record: NotificationRecord) -> str:
-    """The last error of a notification: ``TypeName: message``, or the empty text.
+    """The last error of a notification: ``TypeName: message``; the empty text without one, and after a success.
 
     A foreign tool may have written errors of a different shape: such errors are shown as they are.
     """
-    if not record.errors:
+    if not record.errors or record.state is State.SUCCEEDED:
         return ""
     errors: object = record.errors
     last = errors[-1] if is_list(errors) else errors

@@ -34,6 +34,11 @@ def handlers(outbox: Outbox) -> Sequence[Handler]:
     return list(outbox._handlers)
 
 
+def schedules(outbox: Outbox) -> Mapping[str, str]:
+    """The jobs of the outbox, each with its schedule in words."""
+    return {job.name: job.schedule for job in outbox._jobs.values()}
+
+
 def run_only(outbox: Outbox, names: Sequence[str]) -> None:
     """Run no handlers but these. Raises :class:`UnknownHandler` for a name or alias that no handler has."""
     for name in names:

@@ -12,6 +12,7 @@ from typing import Annotated, Any, get_type_hints
 import msgspec
 import typer
 from msgspec import Struct
+from msgspec.structs import replace
 from typer.core import TyperArgument, TyperCommand, TyperOption
 
 from outboxio.cli.target import Named, TargetError, named, refuse_without_namespace
@@ -104,7 +105,7 @@ class Common(Options, frozen=True):
         """The same, for a command that works on the rows of one namespace."""
         found = self.named(words, most)
         refuse_without_namespace(found)
-        return found
+        return replace(found, needs_rows=True)
 
 
 class Command(TyperCommand):

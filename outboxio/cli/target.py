@@ -9,6 +9,7 @@ import os
 import re
 import sys
 import tomllib
+import traceback
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -32,6 +33,7 @@ _KEYS = ("target", "namespace")
 _ENDS = (KeyboardInterrupt, asyncio.CancelledError)
 """What ends the command, and is no fault of the module that is imported."""
 _LIKE_A_TARGET = re.compile(r"[^\W\d][\w.]*:[^\W\d][\w.]*|[\w+]+://.*", re.DOTALL)
+_LOOPS = ("asyncio", "anyio", "uvloop", "trio")  # each raises RuntimeError inside a running event loop
 _ANY_NAMESPACE = "outboxio"  # the tables are the same for every namespace
 
 
@@ -47,6 +49,8 @@ class Named(Struct, frozen=True):
     namespace: str | None = None
     words: Sequence[str] = ()
     """The words of the command line behind the target."""
+    needs_rows: bool = False
+    """True for a command that works on the rows of the namespace: a namespace without rows is a mistake."""
 
     @property
     def url(self) -> str | None:
@@ -79,7 +83,8 @@ def named(
 async def opened(named: Named) -> AsyncGenerator[Outbox]:
     """The outbox that the command line names; closed at the end.
 
-    Raises :class:`TargetError` for a target that does not exist or is no outbox. Errors of outboxio in the imported
+    Raises :class:`TargetError` for a target that does not exist or is no outbox, and for a database without the
+    namespace if the command needs its rows. Errors of outboxio in the imported
     module, such as :class:`SettingsError`, pass through.
     """
     if named.url is not None:
@@ -88,7 +93,13 @@ async def opened(named: Named) -> AsyncGenerator[Outbox]:
         assert named.target is not None
         outbox = await _outbox_of(named.target)
     try:
+        if named.url is not None and named.needs_rows:
+            refused = await outbox.admin.unknown_namespace()
+            if refused is not None:
+                raise TargetError(refused)
         yield outbox
+    except Exception as error:
+        raise await outbox.admin.explained(error) from error.__cause__
     finally:
         await outbox.close()
 
@@ -143,14 +154,25 @@ async def _outbox_of(target: str) -> Outbox:
     module_name, _, path = target.partition(":")
     if not module_name or not path:
         raise TargetError(f"{target!r} names no outbox: {_EXPECTED}")
-    found = _attribute(_module(module_name), path)
-    if callable(found):
+    module = _module(module_name)
+    found = _attribute(module, path)
+    if callable(found) and not _takes_arguments(found):
         found = await _called(target, found)
     if not isinstance(found, Outbox):
-        raise TargetError(
-            f"{target} is {without_passwords(repr(found))}, neither an Outbox nor a callable that returns one"
-        )
+        kind = f"a {type(found).__name__}" if callable(found) else without_passwords(repr(found))
+        raise TargetError(f"{target} is {kind}, neither an Outbox nor a callable that returns one{_instead(module)}")
     return found
+
+
+def _takes_arguments(found: Callable[..., Any]) -> bool:
+    """True for a callable object that needs arguments, such as an ASGI application."""
+    if inspect.isroutine(found) or isinstance(found, type):
+        return False
+    try:
+        inspect.signature(found).bind()
+    except (TypeError, ValueError):
+        return True
+    return False
 
 
 async def _called(target: str, make: Callable[[], Any]) -> Any:
@@ -175,7 +197,23 @@ def _module(name: str) -> ModuleType:
             raise TargetError(f"there is no module {name!r}, neither in {os.getcwd()} nor installed") from error
         raise TargetError(f"importing {name} failed: there is no module {error.name!r}") from error
     except BaseException as error:
+        if _starts_event_loop(error):
+            raise TargetError(
+                f"importing {name} failed: the module runs an event loop when it is imported: "
+                'put that call below `if __name__ == "__main__":` at the end of the module'
+            ) from error
         raise TargetError(f"importing {name} failed: {_shortly(error)}") from error
+
+
+def _starts_event_loop(error: BaseException) -> bool:
+    """True for ``asyncio.run(main())`` in a module, as in a script. The coroutine that will never run is closed."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    if not isinstance(error, RuntimeError) or frame.f_globals.get("__name__", "").partition(".")[0] not in _LOOPS:
+        return False
+    for value in frame.f_locals.values():
+        if inspect.iscoroutine(value):
+            value.close()
+    return True
 
 
 def _attribute(module: ModuleType, path: str) -> Any:

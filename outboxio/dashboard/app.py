@@ -85,6 +85,7 @@ class Dashboard:
             try:
                 _refuse_without_right(asked, route.right)
                 _refuse_query(asked)
+                await self._site.refuse_unknown_namespace()
                 async with asyncio.timeout(route.patience):
                     view = await route.function(asked)
                 return await answered(view, asked)

@@ -70,6 +70,13 @@ class Site(Struct, frozen=True):
         """The orders that the user of the database has no right for, by name, each with the reason."""
         return await self.memory.lately("refused", lambda: _in_time(self.outbox.admin.operations_refused()), fresh=30.0)
 
+    async def refuse_unknown_namespace(self) -> None:
+        """Raise :class:`Refused` if the namespace is misspelt."""
+        unknown = await self.memory.lately("namespace", self.outbox.admin.unknown_namespace, fresh=30.0)
+        if unknown is not None:
+            told = f"{unknown[:1].upper()}{unknown[1:]}{'' if unknown.endswith('?') else '.'}"
+            raise Refused(404, told, "The outbox of the dashboard has the namespace: correct it there.")
+
     async def _refused(self) -> Mapping[str, str]:
         return await _in_time(self.outbox.admin.orders_refused())
 

@@ -85,7 +85,7 @@ def rows_of(records: Iterable[NotificationRecord], asked: Asked) -> list[Row]:
 
 
 def _row(record: NotificationRecord, *, tells: bool) -> Row:
-    last = last_error(record)
+    last = None if record.state is State.SUCCEEDED else last_error(record)
     error_type = None if last is None else str(last.get("type", ""))
     error = str(last.get("message", ""))[:LONGEST_ERROR] if last is not None and tells else None
     return made_from(record, Row, errors=[], error_type=error_type, error=error)

@@ -79,11 +79,14 @@ class SchemaError(OutboxError):
 
 
 class SchemaMissing(SchemaError):
-    """Tables, columns or indexes are missing.
+    """Tables, columns or indexes are missing. The message names the first of them, and the command that makes them.
 
-    * ``files``: the SQL files that make the missing parts.
+    * ``missing``: all missing parts, in words.
+    * ``files``: the SQL files that make the missing parts, for a tool that runs SQL files, as ``outboxio check`` lists.
     * ``by_hand``: statements for parts that existed before and held data, which ``migrate()`` does not make again.
     * ``instead``: the statements that ``migrate()`` runs for indexes, which hold only copies of data.
+    * ``uses_alembic``: the database has revisions of Alembic, and the missing parts are of newer files, so that
+      ``outboxio alembic-revision`` applies.
     """
 
     def __init__(
@@ -95,6 +98,7 @@ class SchemaMissing(SchemaError):
         by_hand: Sequence[str] = (),
         instead: Sequence[str] = (),
         can_migrate: bool = True,
+        uses_alembic: bool = False,
     ) -> None:
         self.shard = shard
         self.missing = tuple(missing)
@@ -102,11 +106,19 @@ class SchemaMissing(SchemaError):
         self.by_hand = tuple(by_hand)
         self.instead = tuple(instead)
         self.can_migrate = can_migrate
-        remedies = [_by_hand(by_hand, files)] * bool(by_hand)
+        self.uses_alembic = uses_alembic
+        more, shown = len(missing) - _MOST_NAMED, instead if len(instead) == 1 else ()
+        parts = ", ".join(missing if more <= 1 else [*missing[:_MOST_NAMED], f"and {more} more parts"])
+        fixes = [_by_hand(by_hand, files)] * bool(by_hand)
         if can_migrate:
-            other = f"run {'; '.join(instead)}" if instead else f"apply {', '.join(files)}"
-            remedies.append(f"call `await outbox.migrate()`, run `outboxio migrate`, or {other}")
-        super().__init__(f"the database of shard {shard!r} lacks {', '.join(missing)}: {'; then '.join(remedies)}")
+            fixes.append(WITH_ALEMBIC if uses_alembic else "; or run ".join((WITH_MIGRATE, *shown)))
+        fix = "; then ".join(fixes) + " (`outboxio check` lists the parts and the SQL files)" * (more > 1)
+        super().__init__(f"the database of shard {shard!r} lacks {parts}: {fix}")
+
+
+_MOST_NAMED = 2  # missing parts in the message
+WITH_MIGRATE = "call `await outbox.migrate()`, or run `outboxio migrate`"
+WITH_ALEMBIC = "write a revision with `outboxio alembic-revision`, and apply it with `alembic upgrade head`"
 
 
 class SchemaNewer(SchemaError):

@@ -201,6 +201,7 @@ class Report(Struct, frozen=True):
     """The JSON object in ``instance_reports``. Older and newer versions may write fewer or more values."""
 
     roles: tuple[str, ...] = ()
+    jobs: tuple[str, ...] = ()
     loop_lag: float | None = None
     clock_offset: float | None = None
     full_pool: int = 0

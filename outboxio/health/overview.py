@@ -252,6 +252,7 @@ def _instance(shards: Sequence[str], reports: Sequence[InstanceFacts]) -> Instan
         instance=newest.instance,
         version=newest.version,
         roles=newest.report.roles,
+        jobs=_union(one.report.jobs for one in reports),
         started_date=newest.started,
         last_seen_date=newest.last_seen,
         is_alive=any(one.is_alive for one in reports),

@@ -9,6 +9,8 @@ from uuid import UUID
 
 from msgspec import Struct
 
+from outboxio.support.text import cut_at_word
+
 Level = Literal["ok", "degraded", "down"]
 """``down``: nothing works, or nobody works. ``degraded``: a part needs an operator."""
 
@@ -117,6 +119,8 @@ class InstanceStatus(Struct, frozen=True, kw_only=True):
     handlers: tuple[str, ...]
     shards: tuple[str, ...]
     stuck_runs: tuple[StuckRunStatus, ...] = ()
+    jobs: tuple[str, ...] = ()
+    """The jobs that the process runs, because it holds their lock."""
 
 
 class ShardStatus(Struct, frozen=True, kw_only=True):
@@ -156,10 +160,12 @@ class KeyStatus(Struct, frozen=True, kw_only=True):
 
 
 class LockStatus(Struct, frozen=True, kw_only=True):
-    """A cluster lock: fan-out of a shard, or a partition of a stored handler name."""
+    """A cluster lock: fan-out of a shard, the jobs, or a partition of a stored handler name."""
 
     shard: str
-    role: Literal["fanout", "dispatch"]
+    name: str
+    """The name of the lock as in the log, such as ``shop/dispatch/mail``."""
+    role: Literal["fanout", "jobs", "dispatch"]
     handler_name: str | None
     partition: int
     owner: str | None
@@ -333,9 +339,8 @@ def past(seconds: float) -> str:
 
 
 def brief(error: str) -> str:
-    """An error in a line of at most 120 characters."""
-    line = " ".join(error.split())
-    return line if len(line) <= _LONGEST_ERROR else f"{line[: _LONGEST_ERROR - 3]}..."
+    """An error in a line of at most 120 characters, without a full stop, for the end of a sentence."""
+    return cut_at_word(" ".join(error.split()).rstrip("."), _LONGEST_ERROR)
 
 
 def listed(names: Sequence[str]) -> str:

@@ -56,6 +56,9 @@ class Inbox:
         type: str | None = None,
         payload: object = None,
         version: int = 1,
+        model: object = None,
+        model_id: object = None,
+        model_type: str | None = None,
         topic: str | None = None,
         ordering_key: object = None,
         headers: Mapping[str, Any] | None = None,
@@ -68,8 +71,9 @@ class Inbox:
 
         Give either ``event``, or ``type`` and ``payload``: a mapping, a struct, or JSON text or bytes, of the
         ``version`` of the event that the sender has used. Handlers of the
-        event type and of ``topic`` run afterwards, as for any event. The same id with another payload is a CONFLICT:
-        the first message is kept, and :attr:`conflicts` counts the second. With ``connection`` (any that
+        event type and of ``topic`` run afterwards, as for any event. ``model``, ``model_id``, ``model_type`` and
+        ``ordering_key`` are as in ``tx.emit``. The same id with another payload is a CONFLICT: the first message is
+        kept, and :attr:`conflicts` counts the second. With ``connection`` (any that
         ``outbox.record`` takes) the message is stored in the transaction that is open there, otherwise in a new one.
 
         Raises :class:`InvalidEvent` before writing if the message cannot be stored, and :class:`NoTransaction` if no
@@ -84,8 +88,8 @@ class Inbox:
         """
         given = Given(
             source=source, external_id=external_id, event=event, type=type, payload=payload, version=version,
-            topic=topic, ordering_key=ordering_key, headers=headers, correlation_id=correlation_id,
-            available_at=available_at,
+            model=model, model_id=model_id, model_type=model_type, topic=topic, ordering_key=ordering_key,
+            headers=headers, correlation_id=correlation_id, available_at=available_at,
         )  # fmt: skip
         target = self._executor.shard(shard)
         record = given.checked(target.emitter)

@@ -14,9 +14,9 @@ from msgspec.structs import replace
 from outboxio.actions.executor import ActionExecutor, WritableShard
 from outboxio.errors import ConfigurationError, InvalidEvent
 from outboxio.inbox.inline import Message, Received
-from outboxio.model.emitter import Emitter
+from outboxio.model.emitter import Emitter, column_text
 from outboxio.model.event import RECEIVED_ACTION, EventRecord, checked_name
-from outboxio.model.payloads.classes import AnyEvent, checked_version, header_of
+from outboxio.model.payloads.classes import AnyEvent, checked_version, header_of, named_by
 from outboxio.storage.protocols import ConsumeResult
 from outboxio.support.codec import decode_given, encode_object
 from outboxio.support.ids import uuid7
@@ -33,6 +33,9 @@ class MessageParts(TypedDict, total=False):
     type: str | None
     payload: object
     version: int
+    model: object
+    model_id: object
+    model_type: str | None
     topic: str | None
     ordering_key: object
     headers: Mapping[str, Any] | None
@@ -49,6 +52,9 @@ class Given(Struct, frozen=True, kw_only=True):
     type: str | None = None
     payload: object = None
     version: int = 1
+    model: object = None
+    model_id: object = None
+    model_type: str | None = None
     topic: str | None = None
     ordering_key: object = None
     headers: Mapping[str, Any] | None = None
@@ -72,14 +78,16 @@ class Given(Struct, frozen=True, kw_only=True):
         return replace(record, **routing)
 
     def _record(self, emitter: Emitter, subject: str) -> EventRecord:
-        event, payload = self.event, self.payload
+        event, payload, id, kind = self.event, self.payload, self.model_id, self.model_type
+        if self.model is not None:
+            id, kind = named_by(self.model, id, kind)
         if (event is None) == (self.type is None) or (event is not None and payload is not None):
             raise InvalidEvent(subject, "give either event=, or type= and payload=")
         version = checked_version(self.version, f"version of {subject}")
         if event is not None:
             if version != 1:
                 raise InvalidEvent(subject, "give version= with type= and payload=; the class of event= has a version")
-            return emitter.record(event)
+            return emitter.record(event, model_id=id, model_type=kind)
         return EventRecord(
             id=emitter.new_id(),
             event_type=checked_name(self.type, f"type of {subject}"),
@@ -90,6 +98,8 @@ class Given(Struct, frozen=True, kw_only=True):
                 check=emitter.check_numbers,
             ),
             headers=header_of(version),
+            model_id=column_text(id, subject, "model_id"),
+            model_type=column_text(kind, subject, "model_type"),
         )
 
 

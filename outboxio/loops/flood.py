@@ -125,7 +125,6 @@ class Flood:
         self._periods[key] = _Period(now + PERIOD)
 
     def _set_timer(self, home: asyncio.AbstractEventLoop, moment: float) -> None:
-        # Not in the context of a run: filters and other libraries would take the entries for entries of that run.
         self._timer = home.call_at(moment, self._periods_end, home, context=contextvars.Context())
         _flooded[self] = None
 
@@ -145,9 +144,11 @@ class Flood:
             self._write(period)
 
     def _write(self, period: _Period) -> None:
-        entry = period.entry
-        if entry is None:
-            return
+        # Not in the context of a run: filters and other libraries would take the entries for entries of that run.
+        if period.entry is not None:
+            contextvars.Context().run(self._write_entry, period, period.entry)
+
+    def _write_entry(self, period: _Period, entry: _Entry) -> None:
         more = period.counted - 1
         fields = {**entry.fields, **(as_fields({"suppressed": more}) if more else {})}
         told = _SUM % (more, PERIOD) if more else ""

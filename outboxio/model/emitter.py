@@ -37,6 +37,7 @@ from outboxio.model.payloads.models import has_style, with_model
 from outboxio.support.clock import naive_utc
 from outboxio.support.codec import Check, encode_object
 from outboxio.support.ids import uuid7
+from outboxio.support.log import is_pydantic_error, problems_in
 from outboxio.support.text import briefly
 from outboxio.telemetry.protocol import TelemetryChoice
 
@@ -165,7 +166,7 @@ class Emitter:
                 emission.check(payload)
             except Exception as error:  # __post_init__ is code of the application, and may raise any error
                 raise unreadable(error, subject) from error
-        id_text, type_text = _text(model_id, subject, "model_id"), _text(model_type, subject, "model_type")
+        id_text, type_text = column_text(model_id, subject, "model_id"), column_text(model_type, subject, "model_type")
         if emission.names_model:
             payload = with_model(payload, id_text, type_text)
         record = EventRecord(
@@ -221,6 +222,8 @@ class Emitter:
     def _learn(self, event: AnyEvent) -> Emission:
         """Register the class of an event. :class:`InvalidEvent` if no event of the class can be stored and read."""
         cls = type(event)
+        if isinstance(event, type) and is_event_class(event):
+            raise InvalidEvent("emit", f"{event.__name__} is a class; emit an instance, as in `{event.__name__}(...)`")
         if not is_event_class(cls):
             remedy = f"is no Event; {_remedy(cls)}"
             raise InvalidEvent("emit", f"{briefly(event)} {remedy}", logged=f"a {cls.__name__} {remedy}")
@@ -245,7 +248,7 @@ class Emitter:
     ) -> EventRouting:
         """The checked columns that decide on handlers, order and time."""
         return {
-            "ordering_key": _text(ordering_key, subject, "ordering_key"),
+            "ordering_key": column_text(ordering_key, subject, "ordering_key"),
             "topic": None if topic is None else checked_name(topic, f"topic of {subject}"),
             "available_at": _moment(available_at, subject),
         }
@@ -269,7 +272,7 @@ def _remedy(cls: type) -> str:
 
 def unreadable(error: Exception, subject: str) -> InvalidEvent:
     """The error for an event that was encoded and cannot be decoded."""
-    text = str(error) or type(error).__name__
+    text = problems_in(error, with_texts=True) if is_pydantic_error(error) else str(error) or type(error).__name__
     told = text.replace("`null`", "`None`") if isinstance(error, ValidationError) else text
     return InvalidEvent(subject, f"its fields are not of their types: {told}")
 
@@ -298,7 +301,8 @@ def encode_headers(headers: object, action_name: str, *, stores_nul: bool, check
     return encode_object(headers, f"headers of {action_name}", stores_nul=stores_nul, check=check)
 
 
-def _text(value: object, subject: str, column: str) -> str | None:
+def column_text(value: object, subject: str, column: str) -> str | None:
+    """A value that is stored as text, such as a model id; :class:`InvalidEvent` if it cannot be stored."""
     if value is None:
         return None
     if isinstance(value, str):

@@ -19,7 +19,7 @@ from outboxio.model.notification import Notification
 from outboxio.model.payloads.classes import VERSION_HEADER, AnyEvent, named_by, version_in
 from outboxio.model.redaction import Redact, keep_all
 from outboxio.support.codec import decode_exactly, decode_object
-from outboxio.support.log import Fields
+from outboxio.support.log import PREFIX, Fields, as_fields, current_trace_id, take_run_fields_from
 from outboxio.telemetry.protocol import NO_TELEMETRY, HandlingTelemetry, carried, headers_in, with_trace
 
 if TYPE_CHECKING:
@@ -378,6 +378,20 @@ current_envelope: ContextVar[EventEnvelope[Any] | None] = ContextVar("outboxio_c
 
 _enclosing: ContextVar[tuple[EventEnvelope[Any], ...]] = ContextVar("outboxio_enclosing_envelopes", default=())
 """The envelopes of the handlers around the running handler, of any outbox: a handler may drain a second outbox."""
+
+
+def run_fields() -> dict[str, object]:
+    """The log fields, with their prefix, of the run under way; empty outside of a handler."""
+    envelope = current_envelope.get()
+    if envelope is None or envelope.is_over:
+        return {}
+    if envelope.in_log is None:
+        envelope.in_log = as_fields(envelope.log_fields)
+    trace_id = current_trace_id()
+    return {**envelope.in_log, **({} if trace_id is None else {f"{PREFIX}trace_id": trace_id})}
+
+
+take_run_fields_from(run_fields)
 
 
 def begin_inside() -> None:

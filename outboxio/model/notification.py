@@ -138,6 +138,10 @@ class Notification(Struct, gc=False):
             "event_type": self.event_type or None,
             "attempt": self.attempts + 1,
             "action": None if context is None else context.action_name,
+            "model_type": None if context is None else context.model_type,
+            "model_id": None if context is None else context.model_id,
+            "ordering_key": None if context is None else context.ordering_key,
+            "correlation_id": None if context is None else context.correlation_id,
             "trace_id": None if context is None else _trace_id(context.headers),
         }
 

@@ -19,14 +19,28 @@ from outboxio.model.lock_name import MOST_PARTITIONS
 from outboxio.model.notification import State
 from outboxio.storage.protocols import Announced, Database
 from outboxio.support.clock import naive_utc
-from outboxio.support.text import briefly
+from outboxio.support.text import briefly, nearest
 
+_MOST_NAMED = 12  # namespaces in an error
 _LARGEST_LIMIT = 2**63 - 1  # the largest LIMIT of every database
 
 
 def given_handler(name: object) -> str:
     """The name of a handler; :class:`ConfigurationError` for a name that no handler can have."""
     return given_name(name, "handler")
+
+
+def unknown_namespace(namespace: str, known: Sequence[str]) -> str | None:
+    """Why a namespace is refused: others have rows, and this one has none. ``None`` for one of ``known``.
+
+    A database without any row refuses no namespace.
+    """
+    if namespace in known or not known:
+        return None
+    meant = nearest(namespace, known) if len(known) > 1 else None
+    listed = ", ".join(map(repr, known[:_MOST_NAMED])) + (", ..." if len(known) > _MOST_NAMED else "")
+    told = f"no such namespace {briefly(namespace)}; there are: {listed}"
+    return told if meant is None else f"{told}; did you mean {meant!r}?"
 
 
 def given_type(name: object) -> str:

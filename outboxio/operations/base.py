@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from msgspec import Struct
 
-from outboxio.errors import RightsMissing
+from outboxio.errors import RightsMissing, SchemaError
 from outboxio.handlers.handler import HandlerRegistry
 from outboxio.health.overview import OverviewReader
 from outboxio.model.event import EventTypes
@@ -53,8 +53,16 @@ class AdminBase:
         )
 
     async def explained(self, error: Exception) -> Exception:
-        """The error to show: :class:`RightsMissing` if a database has refused to read a table, or else ``error``."""
+        """The error to show: :class:`RightsMissing` if a database has refused to read a table, or else ``error``.
+
+        :class:`SchemaMissing` if a database lacks a table.
+        """
         for database in self._shards.databases(None):
+            if database.lacks_schema(error):
+                try:
+                    await database.schema.check()
+                except SchemaError as missing:
+                    return missing
             if database.lacks_rights(error):
                 try:
                     await database.schema.check()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from outboxio.errors import ConfigurationError
+from outboxio.health.values import InstanceStatus, LockStatus
 from outboxio.model.operating.operation import JobRow
 from outboxio.model.redaction import redacted_error
 from outboxio.operations.base import AdminBase
@@ -109,3 +112,15 @@ class JobOrders(AdminBase):
         order = self._recorder.order(kind, {"job": name}, actor, reason)
         await self._recorder.carry_out(order, self._first_shard[0], change)
         return changed
+
+
+def holders_of(
+    jobs: Iterable[JobRow], locks: Iterable[LockStatus], instances: Iterable[InstanceStatus]
+) -> dict[str, str]:
+    """The process that runs each job, by the name of the job; a job without such a process is left out.
+
+    A process that has just taken the lock has not reported its jobs yet: then the last run names the lock.
+    """
+    held = {lock.name: lock.owner for lock in locks if lock.role == "jobs" and lock.owner is not None}
+    found = {job.name: held[job.lease] for job in jobs if job.lease in held}
+    return found | {name: one.instance for one in instances if one.instance in held.values() for name in one.jobs}

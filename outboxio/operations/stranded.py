@@ -11,7 +11,7 @@ because then all names were seen last at about the same time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
 
 from msgspec import Struct
@@ -25,6 +25,7 @@ from outboxio.support.log import log_of
 
 logger = log_of(__name__)
 
+_MOST_NAMED = 3  # handlers of which one may be the successor
 GONE_AFTER = 3 * LONGEST_UNSEEN  # because an announcement may come late, and the next may fail
 
 
@@ -33,6 +34,7 @@ class Stranded(Struct, frozen=True, kw_only=True):
 
     ``oldest_date``: the moment when the first due notification was made; ``None`` if all notifications are BLOCKED.
     ``last_seen_date``: the last moment when a process had the handler.
+    ``successors``: the handlers of processes for the same events. One of them may be this handler under a new name.
     """
 
     handler_name: str
@@ -40,14 +42,22 @@ class Stranded(Struct, frozen=True, kw_only=True):
     oldest_date: datetime | None
     last_seen_date: datetime
     shard: str
+    successors: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         oldest = "" if self.oldest_date is None else f", the oldest of {self.oldest_date:%Y-%m-%d %H:%M:%S} UTC"
         return (
             f"handler {self.handler_name!r} has {self.unfinished} unfinished notifications{oldest}, and no process has "
-            f"had such a handler since {self.last_seen_date:%Y-%m-%d %H:%M:%S} UTC: deploy it, or give its successor "
-            "the alias"
+            f"had such a handler since {self.last_seen_date:%Y-%m-%d %H:%M:%S} UTC: deploy it, or {self._alias}"
         )
+
+    @property
+    def _alias(self) -> str:
+        alias = f"`aliases={{{self.handler_name!r}}}`"
+        if not 1 <= len(self.successors) <= _MOST_NAMED:
+            return f"add {alias} to the handler that has replaced it"
+        named = " or ".join(map(repr, self.successors))
+        return f"if {named} is its new name, add {alias} there"
 
 
 async def find_stranded(database: Database, namespace: str, seen_since: datetime) -> list[Stranded]:
@@ -59,7 +69,19 @@ async def find_stranded(database: Database, namespace: str, seen_since: datetime
     if not gone:
         return []
     unfinished = await database.stored_notifications.unfinished_names(namespace)
-    return [await _stranded(database, namespace, name, gone[name]) for name in unfinished if name in gone]
+    return [
+        await _stranded(database, namespace, name, gone[name], await _successors(database, namespace, name, gone))
+        for name in unfinished
+        if name in gone
+    ]
+
+
+async def _successors(database: Database, namespace: str, name: str, gone: Mapping[str, datetime]) -> tuple[str, ...]:
+    """The handlers with the same event types and topics that processes have."""
+    wanted = dict[str, set[tuple[str, str]]]()
+    for one in await database.subscriptions.announced(namespace):
+        wanted.setdefault(one.handler_name, set()).add((one.event_type, one.topic))
+    return tuple(sorted(other for other in wanted if other not in gone and wanted[other] == wanted.get(name)))
 
 
 async def _gone(database: Database, namespace: str, seen_since: datetime) -> dict[str, datetime]:
@@ -73,13 +95,16 @@ async def _gone(database: Database, namespace: str, seen_since: datetime) -> dic
     return {name: last for name, last in seen.items() if seen_since < last < newest - GONE_AFTER}
 
 
-async def _stranded(database: Database, namespace: str, name: str, last_seen: datetime) -> Stranded:
+async def _stranded(
+    database: Database, namespace: str, name: str, last_seen: datetime, successors: tuple[str, ...]
+) -> Stranded:
     return Stranded(
         handler_name=name,
         unfinished=await database.stored_notifications.count_unfinished(namespace, [name]),
         oldest_date=await database.stored_notifications.oldest_unfinished(namespace, name),
         last_seen_date=last_seen,
         shard=database.name,
+        successors=successors,
     )
 
 
@@ -164,8 +189,9 @@ class UnroutableWatch:
         names = await unroutable_names(self._database, self._namespace, seen_since)
         for name in sorted(set(names) - self._reported):
             logger.warning(
-                "handler %r has unfinished notifications, and no instance has such a handler: deploy it, or give its "
-                "successor the alias; they expire by retention", name, handler=name,
+                "handler %r has unfinished notifications, and no instance has such a handler: deploy it, or add "
+                "`aliases={%r}` to the handler that has replaced it; they expire by retention",
+                name, name, handler=name,
             )  # fmt: skip
         self._reported = set(names)
         if not names:

@@ -188,21 +188,21 @@ class TracedInvoker(HandlerInvoker):
         try:
             call = self._call_for(run.queue.handler, run.notification)
         except Exception as error:
-            _log(error)
+            _log(error, run)
             return calling
         return calling if call is None else _surrounded(calling, call, run, self._claim)
 
     def call_batch(self, batch: BatchRun, task: asyncio.Task[None], done: Done) -> Coroutine[Any, Any, None]:
         rows = [run.notification for part in batch.parts for run in part]
-        call = _safely(self._batch_call_for, batch.queue.handler, rows) if rows else None
+        call = _safely(batch, self._batch_call_for, batch.queue.handler, rows) if rows else None
         if call is None:
             return self._call_batch_untold(batch, task, done)
 
         def told(row: Run, outcome: Outcome | None) -> None:
-            _safely(call.ended, _known(row, outcome))
+            _safely(row, call.ended, _known(row, outcome))
             done(row, outcome)
 
-        return _surrounded_batch(self._call_batch_untold(batch, task, told), call)
+        return _surrounded_batch(self._call_batch_untold(batch, task, told), call, batch)
 
 
 def handler_invoker(setup: HandlingSetup) -> type[HandlerInvoker]:
@@ -213,25 +213,25 @@ def handler_invoker(setup: HandlingSetup) -> type[HandlerInvoker]:
 async def _surrounded(
     calling: Coroutine[Any, Any, Outcome | None], call: Call, run: Run, claim: Claim | None
 ) -> Outcome | None:
-    with _harmless(call):
+    with _harmless(call, run):
         outcome = await calling
         error = getattr(claim, "error", None)  # a message that is consumed has no row, and its claim keeps the error
         if error is None or issubclass(type(error), TakenByAnother):
-            _safely(call.ended, _known(run, outcome))
+            _safely(run, call.ended, _known(run, outcome))
         else:
-            _safely(call.raised, error)
+            _safely(run, call.raised, error)
     return outcome
 
 
-async def _surrounded_batch(calling: Coroutine[Any, Any, None], call: Call) -> None:
-    with _harmless(call):
+async def _surrounded_batch(calling: Coroutine[Any, Any, None], call: Call, batch: BatchRun) -> None:
+    with _harmless(call, batch):
         await calling
 
 
 @contextmanager
-def _harmless(call: Call) -> Generator[None]:
+def _harmless(call: Call, run: Run) -> Generator[None]:
     """Surrounds the block. Telemetry that fails is logged, and the run goes on: its row must get an outcome."""
-    _safely(call.__enter__)
+    _safely(run, call.__enter__)
     error: BaseException | None = None
     try:
         yield
@@ -239,20 +239,22 @@ def _harmless(call: Call) -> Generator[None]:
         error = raised
         raise
     finally:
-        _safely(call.__exit__, None if error is None else type(error), error, None)
+        _safely(run, call.__exit__, None if error is None else type(error), error, None)
 
 
-def _safely(tell: Callable[P, T], *args: P.args, **options: P.kwargs) -> T | None:
+def _safely(run: Run, tell: Callable[P, T], *args: P.args, **options: P.kwargs) -> T | None:
     try:
         return tell(*args, **options)
     except Exception as error:
-        _log(error)
+        _log(error, run)
         return None
 
 
-def _log(error: Exception) -> None:
+def _log(error: Exception, run: Run) -> None:
     if _flood.admits(kind := type_name(error), logging.ERROR):
-        _flood.log(kind, logging.ERROR, "telemetry failed, and the run goes on: %s", error, error_type=kind)
+        _flood.log(
+            kind, logging.ERROR, "telemetry failed, and the run goes on: %s", error, **run.log_fields, error_type=kind
+        )
 
 
 def _known(run: Run, outcome: Outcome | None) -> Outcome | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from outboxio.loops.standstill import lag_of
 from outboxio.model.lock_name import LockName
 from outboxio.runtime.environment import Environment, Roles
 from outboxio.statistics.handlers import AnyRest
+from outboxio.statistics.shard import lock_label
 from outboxio.support import machine
 from outboxio.support.clock import utc_now
 from outboxio.support.log import log_of
@@ -111,6 +112,7 @@ class LiveRun:
         handlers = self._shard.environment.handlers.to_run if handles else []
         return {
             "roles": self.roles,
+            **self._jobs(statistics.locks_held),
             "host": machine.host(),
             "pid": machine.pid(),
             "loop_lag": round(self.loop_lag, 6),
@@ -149,6 +151,11 @@ class LiveRun:
             **_batch(handler),
             "types": sorted(one.event_type for one in wanted if one.event_type),
         }
+
+    def _jobs(self, held: Mapping[str, int]) -> dict[str, Any]:
+        """The jobs that this process runs, if it holds their lock."""
+        environment = self._shard.environment
+        return {"jobs": sorted(environment.jobs)} if held.get(lock_label(environment.jobs_lock)) else {}
 
     def _rest(self, rest: AnyRest | None) -> dict[str, Any]:
         """Since when and why a handler rests, if it does."""

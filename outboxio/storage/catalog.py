@@ -13,6 +13,7 @@ class Catalog(Struct, frozen=True, kw_only=True):
     - ``version``: the versions that were applied; needs the table ``schema_versions``.
     - ``announced``: the handlers that a process has announced within 2 minutes: namespace and handler name.
     - ``announced_by_older``: the same for processes of an older version; needs the column ``older_seen_date``.
+    - ``alembic``: a row if the database has the table in which Alembic notes its revision.
     - ``take_turns``, ``end_turn``: processes that migrate at the same time take turns. Empty without need.
     """
 
@@ -21,6 +22,7 @@ class Catalog(Struct, frozen=True, kw_only=True):
     version: str
     announced: str = ""
     announced_by_older: str = ""
+    alembic: str
     take_turns: str
     end_turn: str = ""
 
@@ -58,6 +60,8 @@ WHERE {IN_EVENTLOG}
 {_ANNOUNCED} older_seen_date > {_POSTGRES_WHILE_AGO}
   OR (last_seen_date > {_POSTGRES_WHILE_AGO} AND last_seen_date IS DISTINCT FROM partitioned_seen_date)
 """,
+    # In any schema, because the search path of outboxio's connections need not be the application's.
+    alembic="SELECT 1 FROM pg_catalog.pg_class WHERE relname = 'alembic_version' AND relkind = 'r'",
     take_turns="SELECT pg_advisory_xact_lock(hashtextextended('outboxio migrate', 0))",  # ends with the transaction
 )
 MYSQL = Catalog(
@@ -74,6 +78,9 @@ WHERE TABLE_SCHEMA = 'eventlog' ORDER BY TABLE_NAME, INDEX_NAME, SEQ_IN_INDEX
 {_ANNOUNCED} older_seen_date > {_MYSQL_WHILE_AGO}
   OR last_seen_date > {_MYSQL_WHILE_AGO} AND NOT last_seen_date <=> partitioned_seen_date
 """,
+    alembic="""
+SELECT 1 FROM information_schema.TABLES WHERE TABLE_SCHEMA = DATABASE() AND TABLE_NAME = 'alembic_version'
+""",
     take_turns="SELECT GET_LOCK('outboxio migrate', 60)",
     end_turn="SELECT RELEASE_LOCK('outboxio migrate')",
 )
@@ -84,6 +91,7 @@ WHERE m.type = 'table' AND m.name GLOB 'eventlog_*'
 """,
     indexes="SELECT tbl_name, name AS of_index FROM sqlite_schema WHERE type = 'index' AND name GLOB 'eventlog_*'",
     version="SELECT version FROM eventlog_schema_versions",
+    alembic="SELECT 1 FROM sqlite_schema WHERE type = 'table' AND name = 'alembic_version'",
     take_turns="BEGIN IMMEDIATE",
 )
 CATALOGS = {"postgres": POSTGRES, "mysql": MYSQL, "mariadb": MYSQL, "sqlite": SQLITE}

@@ -19,6 +19,7 @@ from outboxio.storage.schema import (
     files_to_apply,
     indexes_to_make,
     is_occupied,
+    missing_parts,
     pending_files,
     refuse_incomplete,
     refuse_newer,
@@ -154,7 +155,11 @@ class Migration(ABC):
     async def check(self, needed: Rights | None = None) -> None:
         found = await self._look_now(needed, probes=True)
         refuse_newer(self._shard, self._dialect, found)
-        refuse_incomplete(self._shard, self._dialect, found)
+        if any(missing_parts(self._dialect, found)):
+            refuse_incomplete(self._shard, self._dialect, found, uses_alembic=await self.uses_alembic())
+
+    async def uses_alembic(self) -> bool:
+        return bool(await self._rows(CATALOGS[self._dialect].alembic))
 
     # --- what a dialect adds -------------------------------------------------------------------
 
@@ -170,6 +175,10 @@ class Migration(ABC):
     @abstractmethod
     async def _look_now(self, needed: Rights | None = None, *, probes: bool = False) -> Found:
         """:meth:`_look` on a connection. ``probes``: also read tables that a catalogue hides."""
+
+    @abstractmethod
+    async def _rows(self, sql: str) -> Sequence[Sequence[Any]]:
+        """The rows of a query on a connection."""
 
     @abstractmethod
     async def _look(self, connection: Any) -> Found:

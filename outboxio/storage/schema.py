@@ -193,11 +193,11 @@ def refuse_newer(shard: str, dialect: str, found: Found) -> None:
         raise SchemaNewer(shard, found.version, newest)
 
 
-def refuse_incomplete(shard: str, dialect: str, found: Found) -> None:
-    """Raise :class:`SchemaMissing`, with the missing parts and the remedy, unless all parts exist."""
+def refuse_incomplete(shard: str, dialect: str, found: Found, *, uses_alembic: bool = False) -> None:
+    """Raise :class:`SchemaMissing`, with the missing parts and the fix, unless all parts exist."""
     missing = list(missing_parts(dialect, found))
     if missing:
-        raise _missing(shard, dialect, found, missing)
+        raise _missing(shard, dialect, found, missing, uses_alembic=uses_alembic)
 
 
 def indexes_to_make(shard: str, dialect: str, found: Found) -> list[Part]:
@@ -358,7 +358,9 @@ def _with_additions(part: Part, added: Iterable[Part]) -> Part:
     return replace(part, statements=(create, *statements))
 
 
-def _missing(shard: str, dialect: str, found: Found, missing: Collection[tuple[SqlFile, Part]]) -> SchemaMissing:
+def _missing(
+    shard: str, dialect: str, found: Found, missing: Collection[tuple[SqlFile, Part]], *, uses_alembic: bool = False
+) -> SchemaMissing:
     new = [part for file, part in missing if _is_new(file, part, found)]
     indexes = [part for file, part in missing if file.version <= found.version and _is_made_again(part, found)]
     others = [part for _, part in missing if part not in new and part not in indexes]
@@ -373,6 +375,7 @@ def _missing(shard: str, dialect: str, found: Found, missing: Collection[tuple[S
         by_hand=_statements(found, others),
         instead=_statements(found, indexes),
         can_migrate=bool(new or indexes),
+        uses_alembic=uses_alembic and bool(new),
     )
 
 

@@ -206,8 +206,8 @@ class Jumps(Query[str]):
     ``text`` is a query for the first value ``> :start``. The rows between two values are not read.
     """
 
-    def __init__(self, text: str, *, mariadb: str | None = None) -> None:
-        super().__init__(text, str, mariadb=mariadb)
+    def __init__(self, text: str, *, mysql: str | None = None, mariadb: str | None = None) -> None:
+        super().__init__(text, str, mysql=mysql, mariadb=mariadb)
 
     def _shaped(self, text: str, syntax: Syntax) -> str:
         return syntax.jumping(text)

@@ -14,6 +14,7 @@ import logging
 import re
 import sys
 import traceback
+import typing
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -38,11 +39,16 @@ _ELLIPSIS = "\N{HORIZONTAL ELLIPSIS}"
 # The beginnings of messages in which msgspec quotes a value of the payload, or the name of an unknown field.
 _QUOTES_VALUE = re.compile(r"Invalid enum value|Invalid value|Object contains unknown field")
 _PLACE = re.compile(r" - at (?:`key` in )?`\$[^`\s]*`\Z")
+_CORE_OF_PYDANTIC = "pydantic_core._pydantic_core"
+_QUOTING_OF_PYDANTIC = ("value_error", "assertion_error", "union_tag_invalid")
+_MOST_PROBLEMS = 3  # the most fields that a log line names of a payload that Pydantic refuses
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}(?:-.*)?")
 _NO_TRACE = "0" * 32
 
 _shared: ContextVar[Mapping[str, object]] = ContextVar("outboxio_log_fields", default=MappingProxyType({}))
 """The fields of all entries that are written in this context."""
+
+_of_run: Callable[[], Mapping[str, object]] = dict[str, object]
 
 
 def log_of(module: str) -> Log:
@@ -82,9 +88,19 @@ class Log(logging.LoggerAdapter[logging.Logger]):
 
 
 def as_fields(fields: Mapping[str, object]) -> dict[str, object]:
-    """The fields as attributes of a record, with the shared fields. A field without a value is left out."""
+    """The fields as attributes of a record, with the shared fields. A field without a value is left out.
+
+    An entry that is written during a run and names no handler itself has the fields of the run.
+    """
     every = {**_shared.get(), **fields}
-    return {PREFIX + name: _value(value) for name, value in every.items() if value is not None}
+    own = {PREFIX + name: _value(value) for name, value in every.items() if value is not None}
+    return own if "handler" in fields else {**_of_run(), **own}
+
+
+def take_run_fields_from(source: Callable[[], Mapping[str, object]]) -> None:
+    """Set the function that returns the fields, with their prefix, of the run around the call."""
+    global _of_run
+    _of_run = source
 
 
 @contextmanager
@@ -153,6 +169,8 @@ def type_name(error: BaseException) -> str:
         name, module = str(cls.__qualname__), str(cls.__module__)
     except BaseException:  # a class may have no module, or a metaclass that refuses to answer
         return "an exception whose class has no name"
+    if module == _CORE_OF_PYDANTIC:
+        module = "pydantic"  # the name under which applications import the class
     return name if module in ("builtins", "outboxio.errors") else f"{module}.{name}"
 
 
@@ -165,6 +183,36 @@ def without_value(error: BaseException) -> str:
         return f"refused by a check of its class{where}"
     quoting = _QUOTES_VALUE.match(message)
     return f"{quoting[0]}{where}" if quoting else message
+
+
+def is_pydantic_error(error: BaseException) -> bool:
+    """True for a ``pydantic.ValidationError``. Does not import Pydantic."""
+    return type(error).__name__ == "ValidationError" and type(error).__module__ == _CORE_OF_PYDANTIC
+
+
+def problems_in(error: Any, *, with_texts: bool) -> str:
+    """What Pydantic refuses, on one line, each with the place, as in ``Field required - at `$.order_id```.
+
+    ``with_texts=False`` leaves out messages that may quote values, which are those of the application's own checks.
+    """
+    problems = error.errors(include_url=False, include_context=False, include_input=False)
+    told = [_problem(one, with_texts) for one in problems[:_MOST_PROBLEMS]]
+    more = len(problems) - len(told)
+    return "; ".join([*told, f"and {more} more"] if more else told)
+
+
+def _problem(problem: Any, with_texts: bool) -> str:
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem["loc"])
+    where = f" - at `${path}`" if path else ""
+    if with_texts or not _may_quote(problem["type"]):
+        return f"{problem['msg']}{where}"
+    return f"refused by a check of its class{where}"
+
+
+def _may_quote(problem: str) -> bool:
+    from pydantic_core.core_schema import ErrorType
+
+    return problem in _QUOTING_OF_PYDANTIC or problem not in typing.get_args(ErrorType)
 
 
 def place_of(error: BaseException) -> str:
@@ -217,6 +265,8 @@ def _said_by(error: BaseException) -> str:
     kind = type(error)
     if issubclass(kind, msgspec.ValidationError):
         return f"{kind.__name__}({without_value(error)!r})"
+    if is_pydantic_error(error):
+        return f"{kind.__name__}({problems_in(error, with_texts=False)!r})"
     if issubclass(kind, InvalidEvent):
         return f"{kind.__name__}({error.without_value!r})"  # type: ignore[attr-defined]  # InvalidEvent has this attribute
     if issubclass(kind, UnicodeError):

@@ -16,6 +16,7 @@ from functools import cache
 from msgspec import Struct
 
 _LONGEST = 80
+_CUT = " (\N{HORIZONTAL ELLIPSIS})"  # a sentence may go on behind it, which "..." would make hard to see
 _MOST_LISTED = 12
 _ALIKE = 0.8
 
@@ -28,6 +29,16 @@ def briefly(value: object) -> str:
     """The ``repr`` of a value for an error message: a single line of at most 80 characters. Never raises."""
     text = " ".join(spelled(value).splitlines())
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+
+
+def cut_at_word(text: str, longest: int) -> str:
+    """The beginning of a text, up to the end of a word: ``the server closed the connection for (…)``."""
+    if len(text) <= longest:
+        return text
+    beginning, space, _ = text[: longest - len(_CUT) + 1].rpartition(" ")
+    # A word may be longer than that, such as a URL.
+    kept = beginning if space and len(beginning) > longest // 2 else text[: longest - len(_CUT)]
+    return f"{kept.rstrip(' .,:;')}{_CUT}"
 
 
 def spelled(value: object) -> str:

@@ -11,7 +11,7 @@ from uuid import UUID, uuid4
 
 import pytest
 
-from outboxio import Event, EventEnvelope, InvalidEvent, Outbox, Received
+from outboxio import Event, EventEnvelope, Filter, InvalidEvent, Outbox, Received
 from tests.kit.app import Journal, Look, MoneyDeposited
 from tests.kit.probes import add_wallet, doing, written
 
@@ -46,6 +46,23 @@ async def test_what_is_received_is_handled_like_any_other_event(outbox: Outbox, 
     assert envelope.action_params == {"source": "billing", "external_id": "m-1"}
     (row,) = await written(look)
     assert (row["source"], row["action_name"], row["event_type"]) == ("billing", "inbox.receive", "MoneyDeposited")
+
+
+async def test_a_received_event_has_the_model_that_the_message_names(outbox: Outbox, look: Look) -> None:
+    outbox.handler(MoneyDeposited, name="first")(Journal())
+    event = MoneyDeposited(WALLET, Decimal(12))
+
+    await receive(outbox, model_type="Wallet", model_id=7)
+    await receive(outbox, "m-2", event=event, model_type="Wallet", model_id=7)
+    message = {"source": "billing", "external_id": "m-3", "event": event, "model_type": "Wallet", "model_id": 7}
+    await outbox.inbox.receive_many([message])
+    await outbox.inbox.consume(message, external_id="m-4")
+    await outbox.drain()
+
+    assert len(await outbox.admin.list(Filter(model_id="7"))) == 3
+    assert {(row["model_type"], row["model_id"]) for row in await written(look)} == {("Wallet", "7")}
+    with pytest.raises(InvalidEvent, match="no object of a class that SQLAlchemy has mapped"):
+        await receive(outbox, "m-5", model=object())
 
 
 async def test_a_redelivery_is_a_duplicate_and_changes_nothing(outbox: Outbox, look: Look) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterator
 from datetime import timedelta
+from decimal import Decimal
 from typing import Any
 from uuid import UUID
 
@@ -74,7 +75,7 @@ async def once_failed(look: Look) -> dict[str, Any]:
         "outboxio_namespace": "app", "outboxio_shard": "default", "outboxio_handler": "first",
         "outboxio_event_id": str(row["event_id"]), "outboxio_notification_id": str(row["id"]),
         "outboxio_event_type": "MoneyDeposited", "outboxio_action": "Emit", "outboxio_trace_id": TRACE,
-        "outboxio_error_type": "ValueError",
+        "outboxio_error_type": "ValueError", "outboxio_model_type": "Wallet", "outboxio_model_id": "1",
     }  # fmt: skip
 
 
@@ -240,6 +241,49 @@ async def test_the_handlers_own_records_say_for_which_event_they_are(
     assert fields_in(before) == fields_in(after) == {}
     assert fields_in(work) == fields_in(thread) == expected
     assert fields_in(home) == {**expected, "outboxio_shard": "mine"}
+
+
+KEYS = {
+    "outboxio_model_type": "Wallet", "outboxio_model_id": "7", "outboxio_ordering_key": "wallet-7",
+    "outboxio_correlation_id": "req-3",
+}  # fmt: skip
+
+
+async def test_each_record_of_a_run_has_model_key_and_correlation_id(
+    outbox: Outbox, look: Look, records: Records
+) -> None:
+    stale = list[int]()
+
+    class Stale(Emit):
+        async def perform(self, tx: Transaction) -> None:
+            if not stale:
+                stale.append(1)
+                raise StaleRecord("wallets", 7)
+
+    async def act(envelope: EventEnvelope[Any]) -> None:
+        logger.info("at work")
+
+        await outbox.executor.execute(Stale((1,)), retry=Retry(on=StaleRecord, delay=0))
+        raise ValueError("no")
+
+    outbox.handler(MoneyDeposited, name="first", ordered=True)(act)
+    async with outbox.transaction("Emit", correlation_id="req-3", headers=HEADERS) as tx:
+        tx.emit(MoneyDeposited(UUID(int=7), Decimal(1)), model_type="Wallet", model_id=7, ordering_key="wallet-7")
+    await outbox.drain()
+
+    expected = {**await once_failed(look), **KEYS}
+    of_handler, of_action, of_run = (
+        fields_in(records.of(name)[0]) for name in ("app.shop", "outboxio.actions.executor", JUDGE)
+    )
+    assert of_run == {**expected, "outboxio_attempt": 1, "outboxio_state": "FAILED"}
+    assert of_handler == {key: value for key, value in of_run.items() if key not in FAILURE}
+    assert of_action == {
+        **of_handler, "outboxio_action": "Stale", "outboxio_action_id": of_action["outboxio_action_id"],
+        "outboxio_error_type": of_action["outboxio_error_type"],
+    }  # fmt: skip
+
+
+FAILURE = ("outboxio_error_type", "outboxio_state")
 
 
 async def test_a_handler_in_a_thread_and_one_in_a_transaction_have_the_same_fields(

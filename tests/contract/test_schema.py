@@ -177,8 +177,9 @@ async def test_instances_that_migrate_at_once_take_turns(database_url: str, look
 async def test_migrate_goes_on_where_the_files_were_applied_up_to(bare: Outbox, database_url: str, look: Look) -> None:
     for file in files_for(look)[:2]:
         await run_with_the_databases_own_tool(database_url, file.text)
-    with pytest.raises(SchemaMissing, match=r"lacks table subscriptions, .*apply sql/\w+/0003_coordination\.sql, sql/"):
+    with pytest.raises(SchemaMissing, match=r"lacks table subscriptions, table leases, and \d+ more parts: ") as caught:
         await bare.check()
+    assert caught.value.files[0].endswith("/0003_coordination.sql")
     assert await bare.migrate() == {"default": [f for f in files_in(look.dialect)[2:] if f != CONTRACT]}
     await bare.check()
 
@@ -242,8 +243,9 @@ async def test_incomplete_tables_of_somebody_else_are_refused_and_left_alone(
         assert await everything_in(look) == before
         assert await look.fetch(f"SELECT * FROM {own}") == [{"id": 1, "own": "precious"}]
         assert await open_transactions(database_url) == []
-        with pytest.raises(SchemaMissing, match=rf"column {table}\."):
+        with pytest.raises(SchemaMissing) as incomplete:
             await bare.check()
+        assert any(part.startswith(f"column {table}.") for part in incomplete.value.missing)
         await run_with_the_databases_own_tool(database_url, f"DROP TABLE {own}")
     assert await bare.migrate() == {"default": files_in(look.dialect)}
 
@@ -314,8 +316,10 @@ async def test_check_names_what_is_missing_and_the_file_that_has_it(make_outbox:
 
         assert set(caught.value.missing) == missing
         assert any(Path(named).name.startswith(file) for named in caught.value.files)
-        for words in ("shard 'default' lacks ", part, "call `await outbox.migrate()`", "run `outboxio migrate`"):
+        for words in ("shard 'default' lacks ", "call `await outbox.migrate()`", "run `outboxio migrate`"):
             assert words in str(caught.value)
+        assert len(missing) > 3 or part in str(caught.value)
+        assert len(str(caught.value).partition("by hand")[0]) < 600
 
 
 async def test_every_error_about_tables_has_one_root(bare: Outbox) -> None:

@@ -50,9 +50,27 @@ async def test_what_a_rename_without_an_alias_leaves_behind_is_found(
     [stranded] = await after.admin.stranded()
     assert (stranded.handler_name, stranded.unfinished, stranded.shard) == ("confirmation-email", 3, "default")
     assert (stranded.oldest_date, stranded.last_seen_date) == (made, made)
-    for words in ("'confirmation-email' has 3 unfinished", "the oldest of 2030-01-01", "give its successor the alias"):
+    alias = "if 'order-confirmation' is its new name, add `aliases={'confirmation-email'}` there"
+    for words in ("'confirmation-email' has 3 unfinished", "the oldest of 2030-01-01", alias):
         assert words in str(stranded)
     assert (await after.admin.counts())["unroutable"] == 0
+
+
+async def test_only_a_handler_of_the_same_events_may_be_the_new_name(
+    make_outbox: MakeOutbox, clock: MovableClock
+) -> None:
+    before = await deployed(make_outbox, clock, "confirmation-email")
+    await before.executor.execute(Emit((1,)))
+    await before.drain()
+    clock.advance(A_WHILE)
+    after = await make_outbox(clock=clock)
+    after.handler(WalletOpened, name="welcome")(Journal())
+    after.handler(WalletOpened, MoneyDeposited, name="audit")(Journal())
+    await after.drain()
+
+    [stranded] = await after.admin.stranded()
+    assert stranded.successors == ()
+    assert str(stranded).endswith("add `aliases={'confirmation-email'}` to the handler that has replaced it")
 
 
 async def test_a_rename_with_an_alias_strands_nothing(make_outbox: MakeOutbox, clock: MovableClock) -> None:
@@ -135,10 +153,10 @@ async def test_status_tells_people_and_machines(
 
     assert await status(after, as_json=False) == 0
     told = capsys.readouterr().out
-    assert "NO  default: handler 'confirmation[-email]' has 1 unfinished notifications" in told
+    assert "1 notification of `confirmation[-email]` waits, and no process has such a handler" in " ".join(told.split())
     assert await status(after, as_json=True) == 0
-    [stranded] = json.loads(capsys.readouterr().out)["stranded"]
-    assert (stranded["handler_name"], stranded["unfinished"]) == ("confirmation[-email]", 1)
+    findings = json.loads(capsys.readouterr().out)["overview"]["findings"]
+    assert ("unroutable", "confirmation[-email]") in [(one["rule"], one["handler"]) for one in findings]
 
 
 # --- the log -------------------------------------------------------------------------------------------

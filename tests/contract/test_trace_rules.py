@@ -738,6 +738,9 @@ async def test_telemetry_that_fails_changes_no_outcome(
 
     assert (drained.succeeded, drained.dead) == (2, 1)
     assert "no tracer" in caplog.text + capsys.readouterr().err
+    told = [record for record in caplog.records if record.message.startswith("telemetry failed, and the run goes on")]
+    assert all(vars(record)["outboxio_handler"] in ("good", "bad", "batch") for record in told)
+    assert bool(told) == (fails != "failed")
 
 
 @pytest.mark.parametrize("headers", ["[1]", "7", '"text"', '"{\\"traceparent\\":7}"'])

@@ -369,3 +369,13 @@ async def test_what_an_action_sets_for_its_session_does_not_outlive_it(postgres_
             with nullcontext() if error is None else pytest.raises(ValueError, match="as it is"):
                 await outbox.executor.execute(doing(change))
             assert await outbox.executor.execute(doing(setting)) == before
+
+
+@pytest.mark.above_statements
+async def test_a_transaction_without_async_with_says_so(outbox: Outbox) -> None:
+    tx: Any = outbox.transaction("CloseWallet")
+
+    with pytest.raises(AttributeError, match=r"write `async with outbox.transaction\(...\) as tx:`, and tx.emit in"):
+        tx.emit(WalletOpened(uuid4()))
+    with pytest.raises(AttributeError, match=r"object has no attribute 'amit'"):
+        tx.amit()

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import sqlite3
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, chdir, redirect_stderr, redirect_stdout
@@ -268,12 +269,45 @@ async def test_status_counts_for_people(local: Command, local_shop: Outbox) -> N
     assert (rows["undelivered"], rows["PENDING"]) == ("1", "0")
 
 
-async def test_status_without_tables_says_what_to_do(command: Command) -> None:
-    answer = await command("status", "shop:outbox")
+@pytest.mark.parametrize("command", [["status"], ["doctor"], ["list"], ["health"], ["pause", "mail"], ["dashboard"]])
+async def test_a_misspelt_namespace_is_refused_with_the_known_ones(
+    local: Command, local_shop: Outbox, command: list[str]
+) -> None:
+    await local_shop.executor.execute(Order(1))
+
+    answer = await local(command[0], local.database, *command[1:], "--namespace", "shp")
+
+    assert (answer.code, answer.err.strip()) == (2, "error: no such namespace 'shp'; there are: 'shop'"), answer
+
+
+async def test_a_database_without_rows_takes_any_namespace(local: Command, local_shop: Outbox) -> None:
+    answer = await local("doctor", local.database, "--namespace", "shp")
+
+    assert answer.code == 0, answer
+    assert "All is well" in answer.out
+
+
+@pytest.mark.parametrize("name", ["status", "list", "events", "jobs"])
+async def test_a_command_without_tables_is_one_line_with_the_command_to_run(command: Command, name: str) -> None:
+    answer = await command(name, "shop:outbox")
 
     assert answer.code == 1
-    assert "outboxio migrate" in answer.err
-    assert len(answer.err.splitlines()) == 1
+    [line] = answer.err.splitlines()
+    assert "and 13 more parts: " in line or "and 11 more parts: " in line
+    assert "run `outboxio migrate shop:outbox`" in line
+    assert "`outboxio check shop:outbox` lists the parts and the SQL files" in line
+
+
+async def test_a_database_of_alembic_is_migrated_by_a_revision(local: Command, look: Look) -> None:
+    with sqlite3.connect(local.database.removeprefix("sqlite:///")) as database:
+        database.execute("CREATE TABLE alembic_version (version_num VARCHAR(32) NOT NULL)")
+    database.close()
+
+    status, check = await local("status", "shop:outbox"), await local("check", "shop:outbox")
+
+    assert "write a revision with `outboxio alembic-revision`, and apply it with `alembic upgrade head`" in status.err
+    assert "outboxio alembic-revision, then alembic upgrade head" in check.out
+    assert "outboxio migrate" not in status.err + check.out
 
 
 async def test_status_shows_the_other_shards_when_one_is_down(local: Command, local_shop: Outbox) -> None:
@@ -403,6 +437,21 @@ async def test_a_worker_says_what_it_runs_and_hides_the_password(command: Comman
     for part in ("fans out and runs handlers for namespace shop", "ship", "Ordered", "also found as send"):
         assert part in answer.err
     assert "s3cret" not in answer.err + err.decode()
+
+
+async def test_a_worker_says_which_jobs_it_runs_and_a_drain_runs_none(local: Command, local_shop: Outbox) -> None:
+    (local.directory / "closing.py").write_text(
+        "from shop import outbox\n\n@outbox.job('close-day', every='1h')\nasync def close_day() -> None: ...\n"
+    )
+    async with local.started("worker", "closing:outbox") as worker:
+        await line_with(worker.stderr, "close-day  every 3600 s")
+        worker.send_signal(signal.SIGTERM)
+        await worker.communicate()
+    drained = await local("worker", "closing:outbox", "--drain")
+
+    assert drained.code == 0, drained
+    assert "ship" in drained.err
+    assert "close-day" not in drained.err
 
 
 async def test_draining_ends_by_itself(command: Command, shop: Outbox, look: Look) -> None:
@@ -595,6 +644,11 @@ async def test_describe_shows_what_the_code_has_registered_without_a_database(lo
         (["worker", "shop:broken"], "calling shop:broken() failed: RuntimeError: no configuration"),
         (["worker", "importing:outbox"], "importing importing failed: there is no module 'absent'"),
         (["worker", "failing:outbox"], "importing failing failed: ZeroDivisionError"),
+        (
+            ["worker", "web:app"],
+            "web:app is a FastAPI, neither an Outbox nor a callable that returns one; its outboxes: web:outbox",
+        ),
+        (["worker", "script:outbox"], 'put that call below `if __name__ == "__main__":` at the end of the module'),
         (["worker", "shop:outbox", "--no-fanout", "--no-handling"], "leave nothing to do"),
         (["worker", "shop:outbox", "--drain", "--no-fanout"], "--drain fans out and handles"),
         (["worker", "shop:outbox", "--timeout", "1s"], "--timeout goes with --drain"),
@@ -617,6 +671,8 @@ async def test_describe_shows_what_the_code_has_registered_without_a_database(lo
 async def test_a_wrong_command_line_is_refused_in_words(local: Command, arguments: list[str], because: str) -> None:
     (local.directory / "importing.py").write_text("import absent\n")
     (local.directory / "failing.py").write_text("1 / 0\n")
+    (local.directory / "web.py").write_text("from fastapi import FastAPI\nfrom shop import outbox\napp = FastAPI()\n")
+    (local.directory / "script.py").write_text("import asyncio\nasync def main(): ...\nasyncio.run(main())\n")
 
     answer = await local(*arguments)
 

@@ -23,7 +23,7 @@ _TELLER = {"say": "INFO", "warn": "WARNING", "fail": "ERROR"}
 _METHODS = {"log", *map(str.lower, LEVELS), *_TELLER}
 _MACHINERY = ("outboxio/support/log.py", "outboxio/loops/flood.py", "outboxio/cli/logs.py")
 """The modules that pass messages on."""
-_OF_CLI = {("outboxio.worker", "INFO", "%s %s: %s", ("handler", "shard"))}
+_OF_CLI = {("outboxio.worker", "INFO", "%s %s: %s", ("handler", "job", "shard"))}
 _KNOWN = {"asdict(done)": {"fanned_out", "succeeded", "failed", "expired", "dead"}}
 
 AnyFunction = ast.FunctionDef | ast.AsyncFunctionDef

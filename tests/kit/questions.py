@@ -48,6 +48,7 @@ class Questions:
             "dead": lambda d: d.probes.dead("app", names, self._ago(3600), most),
             "parked keys": lambda d: d.probes.parked("app", [[ORDERED]], 100),
             "undelivered": lambda d: d.probes.undelivered("app", NOW, most),
+            "namespaces": lambda d: d.subscriptions.namespaces(),
             "unfinished names": lambda d: d.stored_notifications.unfinished_names("app"),
         }
 

@@ -11,6 +11,9 @@ from rich.console import Console
 
 from outboxio.cli.answer import last_error
 from outboxio.cli.commands.rows import Column, Rows
+from outboxio.health.values import brief
+from outboxio.model.notification import State
+from outboxio.support.text import cut_at_word
 
 ID = "01a21485-8d0a-730d-a86e-d664b9dfd247"
 
@@ -71,6 +74,22 @@ def test_in_a_narrow_terminal_a_row_is_a_few_lines(width: int) -> None:
     ],
 )
 def test_errors_that_a_foreign_tool_has_written_are_shown_as_they_are(errors: object, told: str) -> None:
-    record = SimpleNamespace(errors=errors)  # the rest of a record does not matter
+    record = SimpleNamespace(errors=errors, state=State.FAILED)  # the rest of a record does not matter
 
     assert last_error(cast(Any, record)) == told
+
+
+def test_a_row_that_has_succeeded_shows_no_old_error() -> None:
+    record = SimpleNamespace(errors=[{"type": "KeyError", "message": "'ada'"}], state=State.SUCCEEDED)
+
+    assert last_error(cast(Any, record)) == ""
+
+
+def test_an_error_in_a_sentence_is_cut_between_words_and_ends_without_dots() -> None:
+    refused = "could not connect to the server at db.example.org, for more than sixty connections are open"
+
+    assert cut_at_word(refused, 60) == "could not connect to the server at db.example.org, for (…)"
+    assert cut_at_word(refused, 120) == refused
+    assert len(cut_at_word("x" * 300, 120)) == 120
+    assert brief(f"{refused}.\n{refused}.") == f"{refused}. could not connect to (…)"
+    assert brief("No more room.") == "No more room"

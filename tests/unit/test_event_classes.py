@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import traceback
 from collections.abc import Callable
 from dataclasses import InitVar, dataclass, field
 from datetime import datetime
@@ -14,7 +15,17 @@ from uuid import UUID
 import attrs
 import msgspec
 import pytest
-from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, RootModel, SecretStr, computed_field
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    RootModel,
+    SecretStr,
+    ValidationError,
+    computed_field,
+    field_validator,
+)
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 import outboxio
@@ -31,6 +42,8 @@ from outboxio import (
     Retry,
     Transaction,
 )
+from outboxio.model.payloads.classes import decoder_of
+from outboxio.support.log import log_text
 from outboxio.testing import emitted, expect_event, memory_outbox
 
 T = TypeVar("T")
@@ -178,8 +191,28 @@ async def test_a_row_under_an_alias_and_an_undecodable_row_of_a_model() -> None:
         assert (drained.succeeded, drained.failed) == (1, 1)
         assert seen[0].amount == 1
         (row,) = await outbox.admin.list("FAILED")
-        assert "`$.parts[0].count`" in str(row.errors[0]["message"])
+        assert row.errors[0]["type"] == "pydantic.ValidationError"
+        assert "parts.0.count\n  Input should be a valid integer" in str(row.errors[0]["message"])
         assert "secret text" not in str(row.errors)
+
+
+def test_an_error_of_pydantic_stays_one_and_the_log_shows_no_value_of_it() -> None:
+    written = '{"number": "secret 1", "text": 2, "anything": 3, "checked": "secret 4"}'
+    with pytest.raises(ValidationError) as refused:
+        decoder_of(Strict)(written)
+
+    assert [(one["loc"], one["type"]) for one in refused.value.errors()] == [
+        (("number",), "float_parsing"), (("text",), "string_type"), (("checked",), "value_error"),
+    ]  # fmt: skip
+    assert "errors.pydantic.dev" not in str(refused.value)
+    assert "".join(traceback.format_exception(refused.value)).count("secret") == 1  # by the check of the class itself
+    assert "Input should be a valid number" in log_text(refused.value)
+    assert "refused by a check of its class - at `$.checked`" in log_text(refused.value)
+    assert "secret" not in log_text(refused.value)
+
+
+def test_a_class_in_place_of_an_event_is_named_as_the_mistake() -> None:
+    assert "ModelPaid is a class; emit an instance, as in `ModelPaid(...)`" in outcome_of_emit(ModelPaid)
 
 
 def outcome_of_emit(event: Any) -> str:
@@ -199,6 +232,15 @@ class Loose(BaseModel):
     number: float = 0.0
     text: str | None = None
     anything: Any = None
+
+
+class Strict(Loose):
+    checked: str
+
+    @field_validator("checked")
+    @classmethod
+    def refuses(cls, value: str) -> str:
+        raise ValueError(f"it is {value}")
 
 
 @outboxio.event

@@ -20,6 +20,7 @@ from outboxio.health.values import HandlerStatus, InstanceStatus, Overview
 from outboxio.outbox import Outbox
 
 _MARKS = {"ok": ("ok", "green"), "degraded": ("..", "yellow"), "down": ("NO", "bold red")}
+_LABELS = {"fanout": "fan-out", "jobs": "jobs"}
 _BARS = " ▁▂▃▄▅▆▇█"
 
 
@@ -72,7 +73,7 @@ async def locks(outbox: Outbox, *, as_json: bool) -> Exit:
         return Exit.FINE
     shown = Rows("lock", Column("holder", folds=True), "taken (UTC)")
     for lock in found:
-        label = "fan-out" if lock.role == "fanout" else f"{lock.handler_name}/{lock.partition}"
+        label = _LABELS.get(lock.role) or f"{lock.handler_name}/{lock.partition}"
         free = Text("no process", "bold yellow")
         holder = free if lock.owner is None else line(lock.owner, (" (silent)" * (lock.is_alive is False), "bold red"))
         where = f" on {lock.shard}" if len(databases(outbox)) > 1 else ""
@@ -189,9 +190,10 @@ def _instances(found: Sequence[InstanceStatus]) -> Rows:
     for one in found:
         seen = line((ago(one.last_seen_date), "default" if one.is_alive else "bold red"))
         lag = "" if one.loop_lag is None else span(one.loop_lag)
+        does = ", ".join((*one.roles, *["jobs"] * bool(one.jobs)))
         made.add(
-            line((one.instance, "bold")), line(one.version), line(", ".join(one.roles)), ago(one.started_date), seen,
-            lag, str(one.in_flight), str(one.stuck),
+            line((one.instance, "bold")), line(one.version), line(does), ago(one.started_date), seen, lag,
+            str(one.in_flight), str(one.stuck),
         )  # fmt: skip
     return made
 

@@ -12,6 +12,7 @@ from outboxio.cli.commands.operations import Manner
 from outboxio.cli.commands.rows import Column, Rows
 from outboxio.cli.inside import admin_of
 from outboxio.operations.declared import DECLARED
+from outboxio.operations.jobs import holders_of
 from outboxio.outbox import Outbox
 
 _DOES = {
@@ -55,13 +56,15 @@ async def jobs(outbox: Outbox, given: Given, manner: Manner) -> Exit:
     if not found:
         say(line(("no job has run or waits: jobs appear when a process with jobs enters running()", "dim")))
         return Exit.FINE
-    shown = Rows("job", "schedule", "state", "next (UTC)", "last result", Column("failed", right=True))
+    holders = holders_of(found, await admin.locks(), (await admin.overview()).instances)
+    failed, held_by = Column("failed", right=True), Column("held by", spare=1)
+    shown = Rows("job", "schedule", "state", "next (UTC)", "last result", failed, held_by)
     for job in found:
         state = "PAUSED" if job.paused_date is not None and job.state != "RUNNING" else job.state
         told = (job.error or "").partition("\n")[0]
         shown.add(
             line((job.name, "bold")), line(job.schedule), line(state), moment(job.next_date), line(job.result or ""),
-            f"{job.failed:,}", below=line((told, "dim")),
+            f"{job.failed:,}", line(holders.get(job.name, "no process")), below=line((told, "dim")),
         )  # fmt: skip
     say(shown)
     return Exit.FINE

@@ -26,10 +26,10 @@ async def migrate(outbox: Outbox, *, contract: bool, as_json: bool) -> Exit:
     if as_json:
         say_json({"applied": applied, "pending": pending})
         return Exit.FINE
-    for shard, files in applied.items():
-        text = f"applied {', '.join(files)}" if files else "was up to date"
+    for shard, database in databases(outbox).items():
+        text = f"applied {', '.join(applied[shard])}" if applied[shard] else "was up to date"
         say(line(("ok", "green"), f"  {shard}: {text}"))
-        _tell_pending(shard, pending[shard])
+        _tell_pending(shard, pending[shard], uses_alembic=await database.schema.uses_alembic())
     return Exit.FINE
 
 
@@ -81,9 +81,10 @@ async def plan(outbox: Outbox, *, contract: bool, as_json: bool) -> Exit:
     return Exit.FINE
 
 
-def _tell_pending(shard: str, files: Sequence[str]) -> None:
+def _tell_pending(shard: str, files: Sequence[str], *, uses_alembic: bool) -> None:
     if files:
-        remedy = "run outboxio migrate --contract when no process of an older version runs any more"
+        command = "alembic-revision" if uses_alembic else "migrate"
+        remedy = f"run outboxio {command} --contract when no process of an older version runs any more"
         say(line(("..", "yellow"), f"  {shard}: {', '.join(files)} is not applied yet: {remedy}"))
 
 
@@ -111,6 +112,7 @@ class Finding(Struct, kw_only=True):
     error: OutboxError | None = None
     pending: Sequence[str] = ()
     """The contract files that wait."""
+    uses_alembic: bool = False
     advice: Sequence[str] = ()
     """Remarks about partitions; none of them is an error."""
 
@@ -139,7 +141,8 @@ class Finding(Struct, kw_only=True):
             yield "" if number else "  by hand", statement if statement.startswith("--") else f"{statement};"
         if self.error.can_migrate:
             yield "  to apply", ", ".join(self.error.files)
-            yield "  with", "outboxio migrate, or any tool that runs SQL files"
+            alembic = "outboxio alembic-revision, then alembic upgrade head"
+            yield "  with", alembic if self.error.uses_alembic else "outboxio migrate, or any tool that runs SQL files"
             for statement in self.error.instead:
                 yield "  or run", f"{statement};"
         else:
@@ -177,13 +180,14 @@ async def _look_at(outbox: Outbox, shard: str, database: Database) -> Finding:
         return Finding(shard=shard, dialect=database.dialect, error=error)
     pending = await database.schema.pending()
     advice = await advice_on_partitions(database, outbox.namespace, handlers(outbox))
-    return Finding(shard=shard, dialect=database.dialect, pending=pending, advice=advice)
+    alembic = bool(pending) and await database.schema.uses_alembic()
+    return Finding(shard=shard, dialect=database.dialect, pending=pending, uses_alembic=alembic, advice=advice)
 
 
 def _tell(finding: Finding) -> None:
     if finding.error is None:
         say(line(("ok", "green"), f"  {finding.shard}: reachable, and every table, column and index is there"))
-        _tell_pending(finding.shard, finding.pending)
+        _tell_pending(finding.shard, finding.pending, uses_alembic=finding.uses_alembic)
         for sentence in finding.advice:
             say(line(("..", "yellow"), f"  {finding.shard}: {sentence}"))
     elif not finding.missing:

@@ -17,7 +17,17 @@ from msgspec.structs import asdict, astuple
 
 from outboxio import __version__
 from outboxio.cli.answer import Exit
-from outboxio.cli.inside import Tally, admin_of, clock_of, databases, handlers, handlers_to_run, is_live, run_only
+from outboxio.cli.inside import (
+    Tally,
+    admin_of,
+    clock_of,
+    databases,
+    handlers,
+    handlers_to_run,
+    is_live,
+    run_only,
+    schedules,
+)
 from outboxio.cli.logs import Teller
 from outboxio.cli.options import Options
 from outboxio.cli.target import TargetError
@@ -213,7 +223,7 @@ def _introduce(outbox: Outbox, duties: Duties, tell: Teller) -> None:
         namespace=outbox.namespace, version=__version__,
     )  # fmt: skip
     tell.list(_equipment(outbox, duties))
-    if _handles(outbox, duties) and not handlers(outbox):
+    if _handles(outbox, duties) and not handlers(outbox) and not schedules(outbox):
         tell.warn("no handlers are registered: import the modules that register them where the outbox is")
 
 
@@ -222,10 +232,12 @@ def _handles(outbox: Outbox, duties: Duties) -> bool:
 
 
 def _equipment(outbox: Outbox, duties: Duties) -> list[tuple[str, str, str]]:
-    """Kind, name and remark of each shard and handler of this worker."""
-    shards = [("shard", shard, database.dialect) for shard, database in databases(outbox).items()]
-    mine = handlers_to_run(outbox) if _handles(outbox, duties) else ()
-    return shards + [("handler", handler.name, _subject(handler)) for handler in mine]
+    """Kind, name and remark of each shard, handler and job of this worker."""
+    shown = [("shard", shard, database.dialect) for shard, database in databases(outbox).items()]
+    if _handles(outbox, duties):
+        shown += [("handler", handler.name, _subject(handler)) for handler in handlers_to_run(outbox)]
+        shown += [("job", name, schedule) for name, schedule in schedules(outbox).items() if not duties.drain]
+    return shown
 
 
 def _subject(handler: Handler) -> str:

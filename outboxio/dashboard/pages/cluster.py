@@ -17,6 +17,7 @@ from outboxio.dashboard.showing.shown import STATES, TERMS
 from outboxio.dashboard.view import View
 from outboxio.health.values import Finding, InstanceStatus, KeyStatus, LockStatus, ShardStatus
 from outboxio.model.operating.operation import JobRow, Operation
+from outboxio.operations.jobs import holders_of
 from outboxio.operations.partitions.owners import in_ranges
 from outboxio.support.codec import made_from
 from outboxio.support.duration import format_duration
@@ -28,8 +29,10 @@ class LockRow(Struct, frozen=True, kw_only=True):
     """The locks of a handler, or of fan-out, that a process holds, or that no process holds."""
 
     shard: str
+    role: str
+    """``fanout``, ``jobs`` or ``dispatch``."""
     handler_name: str | None
-    """``None`` for the lock of fan-out."""
+    """``None`` for the locks of fan-out and of jobs."""
     partitions: str
     """The numbers of the partitions: ``0-3, 7``. Empty for fan-out, and for a handler with a single partition."""
     owner: str | None
@@ -67,18 +70,18 @@ async def instances(asked: Asked) -> View:
 
 def _rows(locks: Iterable[LockStatus]) -> list[LockRow]:
     """The locks, one row for all partitions of a handler with the same owner. Locks without an owner come first."""
-    found: dict[tuple[str, str | None, str | None], list[LockStatus]] = {}
+    found: dict[tuple[str, str, str | None, str | None], list[LockStatus]] = {}
     parted: set[tuple[str, str | None]] = set()
     for lock in locks:
         if lock.partition:
             parted.add((lock.shard, lock.handler_name))
-        found.setdefault((lock.shard, lock.handler_name, lock.owner), []).append(lock)
+        found.setdefault((lock.shard, lock.role, lock.handler_name, lock.owner), []).append(lock)
     rows = [
         made_from(
             each[0], LockRow, partitions=in_ranges(lock.partition for lock in each) if (shard, name) in parted else "",
             since=min((lock.since for lock in each if lock.since is not None), default=None),
         )
-        for (shard, name, _), each in found.items()
+        for (shard, _, name, _), each in found.items()
     ]  # fmt: skip
     return sorted(rows, key=lambda row: (row.handler_name is not None, row.owner is not None, row.handler_name or ""))
 
@@ -127,6 +130,8 @@ class JobsFacts(Struct, frozen=True, kw_only=True):
     """The facts of the page."""
 
     jobs: list[JobRow]
+    holders: Mapping[str, str]
+    """The process that runs each job, because it holds the lock of the job."""
     findings: tuple[Finding, ...]
     """What is wrong with jobs."""
     read_date: datetime
@@ -143,6 +148,7 @@ async def jobs(asked: Asked) -> View:
         found = [replace(job, error=_type_of(job)) for job in found]
     facts = JobsFacts(
         jobs=sorted(found, key=lambda job: (job.name not in wrong, job.name)),
+        holders=holders_of(found, await asked.admin.locks(), overview.instances),
         findings=findings,
         read_date=overview.read_date,
     )

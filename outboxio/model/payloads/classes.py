@@ -19,7 +19,7 @@ from outboxio.errors import InvalidEvent
 from outboxio.model.payloads.fields import decoder_without_init_vars
 from outboxio.model.payloads.models import EkbatanCodec, ModelCodec, has_style, is_model
 from outboxio.support.codec import Check, decode_object, encode_object
-from outboxio.support.log import type_name
+from outboxio.support.log import is_pydantic_error, problems_in, type_name
 from outboxio.support.text import briefly
 
 
@@ -56,8 +56,8 @@ def is_supported(cls: type) -> bool:
 Encoder = Callable[..., str]
 """``encode(event, subject, stores_nul=..., check=...)``, as :func:`~outboxio.support.codec.encode_object`."""
 Decoder = Callable[[Any], Any]
-"""The event of a JSON text: a ``str``, ``bytes`` or ``msgspec.Raw``. The ``msgspec.ValidationError`` for a value that
-does not fit names the field."""
+"""The event of a JSON text: a ``str``, ``bytes`` or ``msgspec.Raw``. The ``msgspec.ValidationError``, or
+for a class of Pydantic ``pydantic.ValidationError``, for a value that does not fit names the field."""
 
 
 @lru_cache(maxsize=1000)
@@ -209,8 +209,9 @@ def upcasting(
             document = _one_on(upcasters[step], document, step, subject)
         try:
             return decode(msgspec.json.encode(document))
-        except msgspec.ValidationError as error:
-            told = f"the upcasters have made no event of version {version}: {error}"
+        except (msgspec.ValidationError, ValueError) as error:  # of Pydantic is a ValueError
+            text = problems_in(error, with_texts=True) if is_pydantic_error(error) else error
+            told = f"the upcasters have made no event of version {version}: {text}"
             raise InvalidEvent(
                 subject, told, logged="the upcasters have made no event of the present version"
             ) from error

@@ -24,8 +24,6 @@ _CHILDREN = (
     "choices", "definitions",
 )  # fmt: skip
 
-_QUOTING = ("value_error", "assertion_error", "union_tag_invalid")
-
 
 def is_model(cls: Any) -> bool:
     """True for a class that Pydantic validates: a ``BaseModel`` or a Pydantic dataclass."""
@@ -63,25 +61,27 @@ class ModelCodec:
         return encoded
 
     def decode(self, payload: Any) -> Any:
-        """The object of a JSON text."""
+        """The object of a JSON text. Raises ``pydantic.ValidationError``, without the values, if it does not fit."""
         from pydantic import ValidationError
 
         try:
             return self._validate(payload if isinstance(payload, str | bytes) else bytes(payload))
         except ValidationError as error:
-            problem: Any = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        # Outside of the block, because the traceback of Pydantic's error shows the values.
-        path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in problem["loc"])
-        told = msgspec.ValidationError(f"{problem['msg']} - at `${path}`" if path else problem["msg"])
-        # A log leaves out the text of an error that has a cause, as of a check in ``__post_init__``.
-        raise told from (ValueError(problem["msg"]) if _may_quote(problem["type"]) else None)
+            refused = _without_input(error)
+        raise refused  # outside of the block, because the traceback of the first error shows the values
 
 
-def _may_quote(problem: str) -> bool:
-    """True if the message of a problem may hold values: the messages of the application's own checks do."""
-    from pydantic_core.core_schema import ErrorType
+def _without_input(error: Any) -> Exception:
+    """The same error of Pydantic without the values of the payload, and without links to Pydantic's pages."""
+    from pydantic import ValidationError
+    from pydantic_core import InitErrorDetails, PydanticCustomError
 
-    return problem in _QUOTING or problem not in typing.get_args(ErrorType)
+    problems = error.errors(include_url=False, include_context=False, include_input=False)
+    details = [
+        InitErrorDetails(type=PydanticCustomError(one["type"], one["msg"]), loc=one["loc"], input=None)
+        for one in problems
+    ]
+    return ValidationError.from_exception_data(error.title, details, "json", hide_input=True)
 
 
 def _config_of(cls: Any) -> Mapping[str, Any]:

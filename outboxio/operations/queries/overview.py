@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 from outboxio.health.collector import HOUR, MOST_KEYS
 from outboxio.health.reasons import Reason, waiting_in
 from outboxio.health.values import HandlerStatus, KeyStatus, LockStatus, Overview
 from outboxio.model.lock_name import LockName
-from outboxio.operations.arguments import given_handler
+from outboxio.operations.arguments import given_handler, unknown_namespace
 from outboxio.operations.base import AdminBase
 from outboxio.operations.partitions.owners import locks_of
-from outboxio.storage.protocols import counts_of
+from outboxio.storage.protocols import Database, counts_of
+from outboxio.storage.protocols.values import Holder
+
+PATIENCE = 2.0  # seconds
 
 _NO_BOUND = 2**31 - 1
 
@@ -98,8 +103,44 @@ class OverviewQuestions(AdminBase):
             await self._known.refuse_unknown(wanted, self._shards.databases(shard), among_rows=True)
         return sorted(found, key=lambda key: key.since)[:limit]
 
+    async def namespaces(self) -> Sequence[str]:
+        """The namespaces in the databases of this outbox: those with handlers, jobs, processes or waiting events.
+
+        The namespace of this outbox is among them if one of its processes has ever run.
+
+        Example::
+
+            if outbox.namespace not in await outbox.admin.namespaces():
+                print("nothing has been written yet")
+        """
+        found, own = set[str](), LockName(self._namespace, "fanout")
+        for database in self._shards.databases(None):
+            found |= set(await database.subscriptions.namespaces())
+            if self._namespace not in found and await database.subscriptions.begun([own]):
+                found.add(self._namespace)
+        return sorted(found)
+
+    async def unknown_namespace(self) -> str | None:
+        """Why the namespace of this outbox must be a mistake: others have rows, and this one has none.
+
+        ``None`` if the process has handlers of the namespace, if a process has ever run, and if there are no rows at
+        all. A database that does not answer within 2 s gives ``None``: whatever is queried next says what is wrong.
+
+        Example::
+
+            outbox = Outbox(url, namespace="bookngs")
+            print(await outbox.admin.unknown_namespace())  # no such namespace 'bookngs'; there are: 'bookings'
+        """
+        if self._handlers.names:
+            return None
+        try:
+            async with asyncio.timeout(PATIENCE):
+                return unknown_namespace(self._namespace, await self.namespaces())
+        except Exception:
+            return None
+
     async def locks(self, *, shard: str | None = None) -> Sequence[LockStatus]:
-        """The cluster locks: fan-out of each shard, and each partition of each stored handler name.
+        """The cluster locks: fan-out of each shard, the jobs, and each partition of each stored handler name.
 
         Example::
 
@@ -111,17 +152,35 @@ class OverviewQuestions(AdminBase):
             database, now = one.database, await one.now()
             counts = await counts_of(database, self._namespace)
             names = sorted(await self._known.subscribed_names(database) | counts.keys())
-            locks = [LockName(self._namespace, "fanout"), *locks_of(self._namespace, names, counts)]
-            holders = await database.subscriptions.holders(locks)
+            fanout, *dispatch = LockName(self._namespace, "fanout"), *locks_of(self._namespace, names, counts)
+            holders = await database.subscriptions.holders([fanout, *dispatch])
             reports = await database.reports.reports(self._namespace, now - HOUR)
             alive = {report.instance: report.is_alive(now) for report in reports}
-            for lock in locks:
-                holder = holders.get(lock)
-                owner = None if holder is None or holder.has_given_back else holder.owner
-                found.append(LockStatus(
-                    shard=database.name, role="fanout" if lock.role == "fanout" else "dispatch",
-                    handler_name=lock.handler_name or None, partition=lock.partition, owner=owner,
-                    since=None if holder is None or owner is None else holder.since,
-                    is_alive=None if owner is None else alive.get(owner),
-                ))  # fmt: skip
+            found.append(_status(database.name, fanout, holders.get(fanout), alive))
+            found += await self._locks_of_jobs(database, alive)
+            found += [_status(database.name, lock, holders.get(lock), alive) for lock in dispatch]
         return found
+
+    async def _locks_of_jobs(self, database: Database, alive: Mapping[str, bool]) -> list[LockStatus]:
+        """The locks of jobs that a process holds; a free lock if there are jobs, and no process holds a lock.
+
+        Processes with different jobs have different locks. A lock of jobs that were removed has no living holder.
+        """
+        own, holders = LockName(self._namespace, "jobs"), await database.subscriptions.job_holders(self._namespace)
+        held = [_status(database.name, own, holder, alive, name) for name, holder in holders.items()]
+        held = [lock for lock in held if lock.owner is not None]
+        living = [lock for lock in held if lock.is_alive is not False]
+        if held or not await database.jobs.all(self._namespace, errors=False):
+            return living or held
+        return [_status(database.name, own, None, alive)]
+
+
+def _status(
+    shard: str, lock: LockName, holder: Holder | None, alive: Mapping[str, bool], name: str | None = None
+) -> LockStatus:
+    owner = None if holder is None or holder.has_given_back else holder.owner
+    return LockStatus(
+        shard=shard, name=name or lock.lease, role=cast(Any, lock.role), handler_name=lock.handler_name or None,
+        partition=lock.partition, owner=owner, since=None if holder is None or owner is None else holder.since,
+        is_alive=None if owner is None else alive.get(owner),
+    )  # fmt: skip

@@ -102,6 +102,10 @@ class MysqlSchema(Migration):
         await fetch(connection, MYSQL.end_turn)
         return done
 
+    async def _rows(self, sql: str) -> Sequence[Sequence[Any]]:
+        rows: Sequence[Sequence[Any]] = await self._admin.use(partial(self._fetch, sql=sql))
+        return rows
+
     async def _fetch(self, connection: Any, sql: str) -> Sequence[Sequence[Any]]:
         return await fetch(connection, sql)
 

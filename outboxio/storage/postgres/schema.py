@@ -104,6 +104,10 @@ class PostgresSchema(Migration):
             raise self._cannot_make(error, await self._admin.use(_user)) from error
         return done
 
+    async def _rows(self, sql: str) -> Sequence[Sequence[Any]]:
+        rows: Sequence[Sequence[Any]] = await self._admin.look(partial(self._fetch, sql=sql))
+        return rows
+
     async def _fetch(self, connection: Any, sql: str) -> Sequence[Sequence[Any]]:
         rows: list[Any] = await connection.fetch(sql)
         return rows

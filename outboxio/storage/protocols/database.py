@@ -60,6 +60,10 @@ class Schema(Protocol):
         """The contract files that are not applied yet; their names."""
         ...
 
+    async def uses_alembic(self) -> bool:
+        """True if Alembic has changed this database: its table ``alembic_version`` exists."""
+        ...
+
     async def orders_refused(self) -> str | None:
         """Why this user cannot change notifications here: a standby, or a missing right; ``None`` if orders work."""
         ...

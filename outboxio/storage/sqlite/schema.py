@@ -105,6 +105,9 @@ class SqliteSchema(Migration):
     async def _look_now(self, needed: Rights | None = None, *, probes: bool = False) -> Found:
         return await self._connections.read(lambda connection: result_of(self._look(connection)))
 
+    async def _rows(self, sql: str) -> Sequence[Sequence[Any]]:
+        return await self._connections.read(lambda connection: connection.execute(sql).fetchall())
+
     async def _fetch(self, connection: sqlite3.Connection, sql: str) -> Sequence[Sequence[Any]]:
         return connection.execute(sql).fetchall()
 

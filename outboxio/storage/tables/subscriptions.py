@@ -11,7 +11,7 @@ import msgspec
 from outboxio.handlers.options import Subscription
 from outboxio.model.lock_name import LockName
 from outboxio.storage.protocols.values import Announced, Holder, Orders, PartitionCount, Pause
-from outboxio.storage.statement import Port, Query, Statement
+from outboxio.storage.statement import Jumps, Port, Query, Statement
 from outboxio.support.clock import utc_now
 
 # --- statements ------------------------------------------------------------------------------------
@@ -69,6 +69,15 @@ SELECT name, owner, acquired_date, released_term >= term FROM eventlog.leases WH
     tuple[str, str, datetime, bool],
 )
 
+# Processes with different jobs have different locks, whose names end with a digest. A LIKE would ignore case on SQLite.
+JOB_HOLDERS = Query(
+    """
+SELECT name, owner, acquired_date, released_term >= term FROM eventlog.leases
+WHERE substr(name, 1, :length) = :prefix AND term > 0 ORDER BY name
+""",
+    tuple[str, str, datetime, bool],
+)
+
 # A handler that is paused already keeps the date of the pause. MySQL assigns from left to right.
 _PAUSE = """
 INSERT INTO eventlog.pauses (namespace, handler_name, paused_date) VALUES (:namespace, :handler_name, :now)
@@ -105,6 +114,29 @@ ORDERS = Query(
     tuple[str, datetime | None, int | None, int | None, int | None, int | None, datetime | None],
     postgres=f"{_PARTITIONS} UNION ALL {_PAUSES}",  # the first part decides the types of the columns
     sqlite=_PAUSES,
+)
+
+
+def _next_namespace(source: str, condition: str = "") -> str:
+    # In a subquery, because SQLite takes no LIMIT within a UNION.
+    return f"""SELECT n.namespace FROM (
+  SELECT n.namespace FROM {source} WHERE n.namespace > :start {condition} ORDER BY n.namespace LIMIT 1) n"""
+
+
+_OF_PROCESSES = " UNION ALL ".join(
+    _next_namespace(source)
+    for source in (
+        "eventlog.subscriptions n", "{table jobs primary n}", "{table instance_reports primary n}",
+        "{table handler_minutes primary n}",
+    )
+)  # fmt: skip
+_EVENTS = "{table events events_undelivered n}"
+_UNDELIVERED = _next_namespace(_EVENTS, "AND n.delivered = FALSE AND n.event_type IS NOT NULL")
+# Announced handlers, jobs, processes, finished runs and undelivered events. On MySQL delivered events, too, because the
+# index has all events, and those of a namespace without undelivered events would be read one by one.
+NAMESPACES = Jumps(
+    f"SELECT min(f.namespace) FROM ({_OF_PROCESSES} UNION ALL {_UNDELIVERED}) f",
+    mysql=f"SELECT min(f.namespace) FROM ({_OF_PROCESSES} UNION ALL {_next_namespace(_EVENTS)}) f",
 )
 
 FORGET = Statement("DELETE FROM eventlog.subscriptions WHERE namespace = :namespace AND handler_name = :handler_name")
@@ -157,6 +189,16 @@ class Subscriptions:
         by_lease = {name.lease: name for name in names}
         rows = await self._port.fetch(HOLDERS, names=list(by_lease)) if names else []
         return {by_lease[lease]: Holder(owner, since, given_back) for lease, owner, since, given_back in rows}
+
+    async def job_holders(self, namespace: str) -> dict[str, Holder]:
+        """The last holders of the locks under which jobs run, by the name of the lease."""
+        prefix = f"{LockName(namespace, 'jobs').lease}/"
+        rows = await self._port.fetch(JOB_HOLDERS, prefix=prefix, length=len(prefix))
+        return {lease: Holder(owner, since, given_back) for lease, owner, since, given_back in rows}
+
+    async def namespaces(self) -> list[str]:
+        """The namespaces that processes or waiting events have, by jumps in the indexes."""
+        return await self._port.fetch(NAMESPACES)
 
     async def routable_names(self, namespace: str, seen_since: datetime) -> set[str]:
         """The names, aliases included, of all handlers that a process announced after ``seen_since``."""
