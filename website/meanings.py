@@ -86,7 +86,7 @@ COLUMNS = {
     "durations": "a histogram of durations",
     "ended_date": "the end of the pause; NULL while it lasts",
     "error": "the error that ended the order",
-    "errors": "the last ten failures, with tracebacks",
+    "errors": "the last ten failures, with tracebacks, the time of their end, and how many seconds they ran",
     "event_date": "the moment of `emit`",
     "event_id": "`events.id`",
     "event_type": "the name of the event's class; NULL for an action without events",

@@ -88,6 +88,8 @@ class Dashboard:
                 await self._site.refuse_unknown_namespace()
                 async with asyncio.timeout(route.patience):
                     view = await route.function(asked)
+                if isinstance(view, Done):
+                    return _redirected(view, asked, asked.query)
                 return await answered(view, asked)
             except Exception as error:
                 return await _failed(error, asked, request, route.patience)

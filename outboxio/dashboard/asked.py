@@ -24,6 +24,8 @@ from outboxio.support.text import briefly
 ONCE = ("did", "format")
 """Fields of a query that belong to a single answer, and not to the page."""
 
+LONGEST_KEPT = 60.0  # seconds after which an answer is forgotten, because a key may hold the filter of a user
+
 T = TypeVar("T")
 
 _PARAMETER = re.compile(r"\{(\w+)(?::\w+)?\}")
@@ -40,7 +42,10 @@ class Memory:
         read_at, answer = self._answers.get(key, (float("-inf"), None))
         if machine.monotonic() - read_at >= fresh:
             answer = await fetch()
-            self._answers[key] = machine.monotonic(), answer
+            now = machine.monotonic()
+            for old in [name for name, (since, _) in self._answers.items() if now - since > LONGEST_KEPT]:
+                self._answers.pop(old, None)
+            self._answers[key] = now, answer
         return cast(T, answer)
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from outboxio.dashboard.asked import Asked
 from outboxio.dashboard.filters import (
@@ -20,7 +22,7 @@ from outboxio.dashboard.filters import (
 from outboxio.dashboard.view import PATIENCE
 from outboxio.model.notification import NotificationRecord, State
 from outboxio.model.operating.groups import Filter
-from outboxio.model.operating.operation import BoundedCount, Page
+from outboxio.model.operating.operation import WORST_FIRST, BoundedCount, Page
 from outboxio.operations.queries.filters import query_of
 from outboxio.support.codec import is_list, is_object, made_from
 
@@ -28,6 +30,7 @@ T = TypeVar("T")
 
 ROWS = 50
 LONG = 6.0  # seconds for a page with several questions, of which each may take 2 s
+COUNTED_FOR = 5.0  # seconds for which the counts of the states are shown again
 LONGEST_ERROR = 500  # characters of an error in a list; the page of the event has the whole error
 
 #: Words of every query that belong to no filter.
@@ -46,10 +49,31 @@ async def in_time(question: Awaitable[T]) -> T | None:
         return None
 
 
-async def count_in_time(asked: Asked, filter: Filter, rows: int) -> BoundedCount:
-    """The number of notifications that match; after 2 s, the number of rows that were found, as a bound."""
-    count = await in_time(asked.admin.count(filter, shard=asked.shard))
-    return BoundedCount(rows, is_complete=False) if count is None else count
+async def counts_of(asked: Asked, filter: Filter, states: Iterable[State] = State) -> dict[str, BoundedCount]:
+    """The notifications of each state that match the rest of the filter, at most 5 s old.
+
+    The counts take 2 s at most; a state that was not counted by then is missing.
+    """
+    wanted = [state for state in WORST_FIRST if state in tuple(states)]
+
+    async def count() -> dict[str, BoundedCount]:
+        found: dict[str, BoundedCount] = {}
+        with suppress(TimeoutError):
+            async with asyncio.timeout(PATIENCE):
+                for state in wanted:
+                    found[state] = await asked.admin.count(replace(filter, states=(state,)), shard=asked.shard)
+        return found
+
+    key = f"states {wanted} {query_of(replace(filter, states=()))} {asked.shard}"
+    return await asked.lately(key, count, fresh=0.0 if "did" in asked.query else COUNTED_FOR)
+
+
+def total_of(counts: Mapping[str, BoundedCount], filter: Filter, rows: int) -> BoundedCount:
+    """The notifications in the states of the filter. ``rows``: those that were listed, the least there can be."""
+    wanted = [str(state) for state in filter.states or State]
+    known = [counts[state] for state in wanted if state in counts]
+    is_complete = len(known) == len(wanted) and all(count.is_complete for count in known)
+    return BoundedCount(max(sum(known), rows), is_complete=is_complete)
 
 
 class Row(NotificationRecord, frozen=True, kw_only=True):
@@ -73,6 +97,8 @@ class Listed(Struct, frozen=True, kw_only=True):
     """The words of the filter, with dates in place of durations."""
     count: BoundedCount
     """The notifications that match."""
+    states: Mapping[str, BoundedCount]
+    """The notifications of each state that match the rest of the filter. A state that took too long is missing."""
     rows: list[Row]
     """The newest first."""
     next: str | None
@@ -119,7 +145,9 @@ async def handler_names(asked: Asked, *also: str | None) -> list[str]:
     return sorted(known | {name for name in also if name})
 
 
-async def fields_of(asked: Asked, words: Iterable[str], states: Iterable[State] = State) -> list[dict[str, Any]]:
+async def fields_of(
+    asked: Asked, filter: Filter, words: Iterable[str], states: Iterable[State] = State
+) -> list[dict[str, Any]]:
     """The fields of the form with which a user changes the filter."""
     made: list[dict[str, Any]] = []
     for word in words:
@@ -127,7 +155,7 @@ async def fields_of(asked: Asked, words: Iterable[str], states: Iterable[State] 
             continue
         field: dict[str, Any] = {"name": word, "label": _LABELS[word], "value": asked.query.get(word)}
         if word == "state":
-            chosen = [value.upper() for value in asked.values("state")]
+            chosen = [str(state) for state in filter.states]
             field |= {"several": True, "options": [str(state) for state in states], "value": chosen}
         elif word == "handler":
             field["options"] = await handler_names(asked, asked.query.get("handler"))
@@ -147,6 +175,8 @@ class Around(Struct, frozen=True, kw_only=True):
     fields: list[dict[str, Any]]
     older: dict[str, Any]
     is_filtered: bool
+    is_filtered_further: bool
+    """True if the query has more than states, which are above the filter."""
 
 
 async def around_of(
@@ -158,12 +188,13 @@ async def around_of(
     things: str = "notifications",
 ) -> Around:
     """The filter in words, its form, and the link to older rows. ``things``: notifications, events or actions."""
-    fields = await fields_of(asked, words, states)
+    fields = await fields_of(asked, filter, words, states)
     if things != "notifications":
         fields = [{**field, "label": field["label"].replace("Changed", "Emitted")} for field in fields]
     return Around(
         words=in_words(filter, things), fields=fields, older=_older(asked, filter, page),
         is_filtered=any(word in asked.query for word in words),
+        is_filtered_further=any(word in asked.query for word in words if word != "state"),
     )  # fmt: skip
 
 
@@ -173,6 +204,6 @@ _LABELS = {
     "until": "Changed before",
 }  # fmt: skip
 _PLACEHOLDERS = {
-    "error": "TypeName: part * part", "since": "2h, 3d, 2026-01-31", "until": "10m, 2026-01-31T02:41",
+    "error": "TypeName: part * part", "since": "2h, 3d, 2026-01-31", "until": "10m, 2026-01-31",
     "action": "name or id",
 }  # fmt: skip

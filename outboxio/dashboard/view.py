@@ -46,7 +46,7 @@ class Download(Struct, frozen=True, kw_only=True):
 
 
 class Done(Struct, frozen=True, kw_only=True):
-    """The end of an order: where the browser goes."""
+    """Where the browser goes: after an order, or from a page that leads to another."""
 
     location: str = ""
     """A path below the mount, as ``asked.path_of`` returns it; empty for the page on which the form stood."""
@@ -64,7 +64,7 @@ class Refused(Exception):
         self.remedy = remedy
 
 
-Page = Callable[["Asked"], Awaitable[View | Download]]
+Page = Callable[["Asked"], Awaitable[View | Download | Done]]
 Ordered = Callable[["Asked", "Fields"], Awaitable[Done | View]]
 
 

@@ -15,7 +15,7 @@ from outboxio.handlers.rate import Rate, rate_of, senseless_rates
 from outboxio.model.lock_name import MOST_PARTITIONS
 from outboxio.model.retry import Backoff, RetryPolicy
 from outboxio.support.clock import naive_utc
-from outboxio.support.duration import OptionalDuration, default_duration, format_duration, parse_duration
+from outboxio.support.duration import OptionalDuration, default_duration, parse_duration
 from outboxio.support.signature import is_async, missing_for
 from outboxio.support.text import briefly, nearest
 
@@ -395,38 +395,6 @@ def moments_of(schedule: str) -> Callable[[datetime], datetime]:
             "a cron expression of five fields: minute, hour, day of the month, month, day of the week",
         ) from None  # fmt: skip
     return next_after
-
-
-# --- options for people ---------------------------------------------------------------------------
-#
-# The fields of a struct that differ from the defaults, in the forms of JSON.
-
-
-DEFAULT_OPTIONS: HandlerOptions = checked_options("", "", {})
-
-
-def changed(given: Struct, defaults: Struct) -> dict[str, Any]:
-    """The fields that differ from the defaults, as text where JSON has no form.
-
-    Example::
-
-        changed(handler.options, DEFAULT_OPTIONS)  # {"ordered": True, "timeout": "5m"}
-    """
-    names = given.__struct_fields__
-    differing = {name: getattr(given, name) for name in names if getattr(given, name) != getattr(defaults, name)}
-    return {name: _plain(value) for name, value in differing.items()}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, timedelta):
-        return format_duration(value)
-    if isinstance(value, RetryPolicy | Batch):
-        return changed(value, type(value)()) or type(value).__name__
-    if isinstance(value, datetime | Rate):
-        return value.isoformat() if isinstance(value, datetime) else str(value)
-    if callable(value):
-        return str(getattr(value, "__qualname__", type(value).__name__))
-    return value
 
 
 LONGEST_UNSEEN = timedelta(minutes=1)

@@ -207,6 +207,8 @@ class Report(Struct, frozen=True):
     full_pool: int = 0
     """The size of the connection pool if all of its connections are in use."""
     handlers: Mapping[str, HandlerReport] = {}
+    options: Mapping[str, Mapping[str, str]] | None = None
+    """The options that differ from the defaults, of the handlers that have any; ``None`` from an older version."""
     stuck: tuple[StuckRunStatus, ...] = ()
 
     @classmethod

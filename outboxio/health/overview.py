@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any, TypeVar
 
@@ -129,6 +129,7 @@ def _handler(
     runs = [handler.failures(shard.now) for shard, handler in on]
     number, failed = sum(each for each, _ in runs), sum(each * share for each, share in runs)
     reports = [instance.report.handlers[name] for instance in instances if name in instance.report.handlers]
+    options_from, options = _options(name, instances)
     return HandlerStatus(
         handler_name=name,
         aliases=_union(handler.aliases for handler in facts),
@@ -161,6 +162,8 @@ def _handler(
         stuck=sum(report.stuck for report in reports),
         limited_to=next((report.limited_to for report in reports if report.limited_to), None),
         reasons=_reasons(on),
+        options=options,
+        options_from=options_from,
     )
 
 
@@ -169,6 +172,14 @@ def _reasons(on: Sequence[tuple[ShardFacts, HandlerFacts]]) -> dict[str, int]:
     for shard, handler in on:
         counts.update(counts_of(handler, handler, shard))
     return {reason.value: min(MOST, counts[reason]) for reason in Reason if counts[reason]}
+
+
+def _options(name: str, instances: Sequence[InstanceFacts]) -> tuple[str | None, Mapping[str, str] | None]:
+    """The newest process that reports options of a handler, and the options."""
+    for one in sorted(instances, key=lambda one: one.started, reverse=True):
+        if name in one.report.handlers and one.report.options is not None:
+            return one.instance, one.report.options.get(name, {})
+    return None, None
 
 
 def _holders(handler: HandlerFacts) -> tuple[str, ...]:

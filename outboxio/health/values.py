@@ -86,6 +86,10 @@ class HandlerStatus(Struct, frozen=True, kw_only=True):
     """The rate of the handler, such as ``100/s``, if the rate holds notifications back."""
     reasons: Mapping[str, int] = {}
     """Its unfinished notifications by reason, as in ``admin.waiting()``; reasons without any are left out."""
+    options: Mapping[str, str] | None = None
+    """The options that differ from the defaults, by the newest process that runs; ``None`` if none reports any."""
+    options_from: str | None = None
+    """The process whose report has the options."""
 
 
 class StuckRunStatus(Struct, frozen=True, kw_only=True):

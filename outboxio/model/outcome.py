@@ -235,6 +235,8 @@ class FailureRules(Struct, frozen=True, kw_only=True):
     """True if a hook is owed at the end: the verdict is not the end before the hook was called."""
     redact: Redact = keep_all
     """Redacts each text of the error before the text is kept."""
+    ran: float | None = None
+    """How many seconds the handler ran; ``None`` if that is not known."""
 
 
 def failure(
@@ -258,7 +260,7 @@ def failure(
     told = described or Description.of(error, rules.redact)
 
     def entry(verdict: State | None = None) -> str:
-        return describe(told, now, max(notification.attempts + 1, undecodable), verdict=verdict)
+        return _entry(told, now, max(notification.attempts + 1, undecodable), verdict, ran=rules.ran)
 
     def ends(state: State, attempts: int = attempts) -> Outcome:
         if rules.owes_hook:
@@ -430,14 +432,13 @@ def _entry(
     attempt: int | None = None,
     verdict: State | None = None,
     hook_of: Verdict | None = None,
+    ran: float | None = None,
 ) -> str:
-    entry: dict[str, Any] = {
-        "time": None if now is None else now.isoformat(timespec="microseconds"),
-        "type": told.type,
-        "message": told.message,
-        "traceback": told.traceback,
-        "attempt": attempt,
-    }
+    time = None if now is None else now.isoformat(timespec="microseconds")
+    texts = {"type": told.type, "message": told.message, "traceback": told.traceback}
+    entry: dict[str, Any] = {"time": time, **texts, "attempt": attempt}
+    if ran is not None:
+        entry["ran"] = round(ran, 6)
     if verdict is not None:
         entry["verdict"] = verdict
     if hook_of is not None:

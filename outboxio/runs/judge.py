@@ -9,6 +9,7 @@ The exceptions of failed runs, for a test that waits for the runs: ``outboxio.te
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import sys
 import traceback
@@ -82,6 +83,7 @@ class Judge:
                     is_final=runs_once and not (run.is_undecodable or issubclass(kind, NotBegun)),
                     is_undecodable=run.is_undecodable, uses_attempt=not (runs_once and run.is_undecodable),
                     owes_hook=bool(queue.spec.hooks), redact=self.redact,
+                    ran=asyncio.get_running_loop().time() - run.started if run.started else None,
                 ),
                 described,
             )  # fmt: skip

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from outboxio.handlers.described import in_texts
 from outboxio.handlers.handler import Handler
 from outboxio.health.reporter import Reporter
 from outboxio.loops.loop import NOTHING, RoundResult
@@ -92,6 +93,8 @@ class LiveRun:
         self._shard = run.shard
         self._home = asyncio.get_running_loop()
         self.roles: Sequence[str] = [name for name in Roles.__struct_fields__ if getattr(roles, name)]
+        known = {one.name: in_texts(one.options) for one in self._shard.environment.handlers.to_run}
+        self._options = {name: options for name, options in known.items() if options}
 
     @property
     def loop_lag(self) -> float:
@@ -121,6 +124,7 @@ class LiveRun:
             "locks": {lock: number for lock, number in statistics.locks_held.items() if number},
             "paused": self.paused if handles else [],
             "handlers": {handler.name: self._handler(handler) for handler in handlers},
+            "options": self._options if handles else {},
             "stuck": [
                 {
                     "handler": run.handler,

@@ -8,12 +8,14 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 from playwright.sync_api import Browser, expect, sync_playwright
 
+from outboxio import Action, Transaction
 from outboxio.dashboard import Access
-from tests.kit.busy import fill
+from tests.kit.busy import PaymentTaken, fill, open_shop
 from tests.kit.looking import Looker
 from tests.kit.programs import programs
 from tests.kit.site import Site, served
@@ -32,8 +34,24 @@ def administrator(request: object) -> Access:
 def busy_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The database of a busy shop, to be copied."""
     file = tmp_path_factory.mktemp("busy") / "shop.sqlite"
-    asyncio.run(fill(f"sqlite:///{file}"))
+    asyncio.run(_fill(f"sqlite:///{file}"))
     return file
+
+
+class PayByCard(Action):
+    """Takes payments whose ids are UUIDs, and whose invoices fail."""
+
+    async def perform(self, tx: Transaction) -> None:
+        for order in range(3000, 3012, 3):
+            taken = PaymentTaken(order, str(uuid4()), "1.00")
+            tx.emit(taken, model_id=str(uuid4()), model_type="CardPayment", ordering_key=str(uuid4()))
+
+
+async def _fill(url: str) -> None:
+    await fill(url)
+    async with open_shop(url) as outbox:
+        await outbox.execute(PayByCard())
+        await outbox.drain(timeout=60)
 
 
 @pytest.fixture(scope="module")

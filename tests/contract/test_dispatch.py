@@ -422,6 +422,7 @@ async def test_the_last_ten_errors_are_kept_with_time_type_message_traceback_and
     assert {error["type"] for error in record.errors} == {"ValueError"}
     assert record.errors[-1]["message"] == "attempt 12"
     assert "raise error" in record.errors[-1]["traceback"]
+    assert all(0 <= error["ran"] < 60 for error in record.errors), "seconds"
 
 
 class Unprintable(Exception):

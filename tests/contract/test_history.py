@@ -75,6 +75,18 @@ async def test_a_history_adds_up_processes_aliases_and_minutes(outbox: Outbox) -
     assert math.isclose(day.total.duration_mean or 0, (111 * 0.004 + 2 * 0.9) / 113)
 
 
+async def test_a_history_of_all_handlers_adds_them_up_for_an_hour(outbox: Outbox) -> None:
+    await write(outbox, "a", minute(1, fast=98, succeeded=98), minute(1, "other", slow=2, failed=2))
+    await write(outbox, "b", minute(59, "other", fast=1, succeeded=1), minute(60, fast=9, succeeded=9))
+
+    hour = await outbox.admin.history()
+    assert (hour.handler_name, len(hour.points), hour.points[0].succeeded) == (None, 60, 1)
+    assert (hour.points[-2].succeeded, hour.points[-2].failed, hour.points[-2].lag_p95) == (98, 2, 0.001)
+    assert hour.total.runs == 101
+    with pytest.raises(ConfigurationError, match="1 minute to 1 hour, unless a handler is named"):
+        await outbox.admin.history(within=timedelta(hours=2))
+
+
 async def test_a_handler_without_runs_has_an_empty_history_and_an_unknown_handler_has_none(outbox: Outbox) -> None:
     empty = await outbox.admin.history("mail")
     assert (empty.total.runs, empty.total.duration_p95, len(empty.points)) == (0, None, 60)

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from outboxio import EventEnvelope, Outbox
+from outboxio import EventEnvelope, Outbox, RetryPolicy
 from outboxio.health.reporter import KEEP_MINUTES, KEEP_REPORTS
 from outboxio.storage.protocols.operating import HandlerMinute, InstanceReport
 from outboxio.testing import MovableClock, memory_outbox
@@ -150,7 +150,7 @@ async def test_a_report_names_paused_handlers_and_stuck_runs_with_the_place(cloc
     let_go = asyncio.Event()
     async with memory_outbox(clock=clock) as outbox:
 
-        @outbox.handler(MoneyDeposited, name="stuck", timeout="50ms")
+        @outbox.handler(MoneyDeposited, name="stuck", timeout="50ms", retry=RetryPolicy(max_attempts=3))
         async def stuck(envelope: Envelope) -> None:
             while not let_go.is_set():
                 with suppress(asyncio.CancelledError):
@@ -171,6 +171,7 @@ async def test_a_report_names_paused_handlers_and_stuck_runs_with_the_place(cloc
     assert "in wait" in run["at"] or "in stuck" in run["at"]
     assert len(run["event_id"]) == 36
     assert content["handlers"]["stuck"]["stuck"] == 1
+    assert content["options"] == {"stuck": {"timeout": "50ms", "retry": "max_attempts 3"}}, "defaults are left out"
 
 
 # --- minutes ---------------------------------------------------------------------------------------

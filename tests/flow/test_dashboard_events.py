@@ -119,7 +119,7 @@ async def test_an_event_shows_its_handlers_its_errors_its_chain_and_the_orders_a
 
         assert {row["handler_name"] for row in found["notifications"]} == {"crm-sync", "invoice-pdf", "ledger"}
         [ledger] = [row for row in found["notifications"] if row["handler_name"] == "ledger"]
-        assert "Given up: nothing happens until somebody retries or skips the notification." in words
+        assert "Failed permanently: nothing happens until somebody retries or skips the notification." in words
         error = ledger["errors"][0]  # the newest
         assert error["type"] in words
         assert error["message"] in words
@@ -214,8 +214,8 @@ async def test_each_state_is_explained(tmp_path: Path) -> None:
         "FAILED": (soon, ": nobody needs to do anything."),
         "PENDING": (long_ago, "and has not run: the handler is behind, is paused, or has no process."),
         "BLOCKED": (now, "Waits behind an earlier notification with the key ada ."),
-        "DYING": (soon, "Given up; its hook has still to run."),
-        "EXPIRED": (now, "Given up: nothing happens until somebody retries or skips the notification."),
+        "DYING": (soon, "Failed permanently; its hook has still to run."),
+        "EXPIRED": (now, "Failed permanently: nothing happens until somebody retries or skips the notification."),
         "SKIPPED": (now, "The handler never handles this event."),
     }
     rows = [

@@ -112,7 +112,7 @@ async def test_a_handler_without_code_here_is_shown(busy_file: Path, tmp_path: P
         found = await facts(client, "/handlers/legacy-tracking")
         assert found["registered"] is None
         assert found["status"]["due"] + found["status"]["waiting"] > 0
-        assert "this process has not" in await text(client, "/handlers/legacy-tracking")
+        assert "no running process reports them" in await text(client, "/handlers/legacy-tracking")
 
 
 async def test_dead_letters_are_grouped_and_listed_newest_first(busy_file: Path, tmp_path: Path) -> None:

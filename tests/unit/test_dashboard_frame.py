@@ -422,8 +422,9 @@ async def test_a_database_that_does_not_answer_shows_the_fault_and_no_reassuring
     assert (dead.status_code, "cannot be reached" in dead.text) == (503, True)
 
 
-def test_the_script_is_small_and_runs_no_text_as_code() -> None:
-    script = (STATIC / "outboxio.js").read_text("utf-8")
+@pytest.mark.parametrize("name", ["outboxio.js", "ids.js"])
+def test_the_script_is_small_and_runs_no_text_as_code(name: str) -> None:
+    script = (STATIC / name).read_text("utf-8")
 
     assert script.count("\n") <= 150
     assert re.findall(r"\beval\b|Function\(|innerHTML|document\.write|https?://", script) == []

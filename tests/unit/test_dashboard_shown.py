@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 import subprocess
 import sys
 from datetime import datetime, timedelta
@@ -24,6 +26,7 @@ from outboxio.model.operating.groups import HistoryPoint
 from outboxio.model.operating.operation import OperationState
 from outboxio.testing import memory_outbox
 from tests.kit.dashboards import browser
+from tests.kit.sources import ROOT
 
 NOON = datetime(2026, 11, 25, 12)
 
@@ -123,11 +126,38 @@ def test_bars_are_stacked_with_the_numbers_of_their_period() -> None:
     assert " style=" not in charts.bars(points)
     groups = [node for node in chart if node.tag == "g"]
     assert [node.attrib["class"] for node in groups[0][1:]] == ["bar-hover", "bar-ok", "bar-failed"]
-    assert groups[2][0].text == "12:07 1 succeeded, 0 failed, 100 given up"
+    assert groups[2][0].text == "12:07 1 succeeded, 0 failed, 100 failed permanently"
     for group in groups:
         heights = [float(node.attrib["height"]) for node in group[2:]]
         assert sum(heights) <= 100.01
     assert charts.bars([]) == ""
+
+
+def test_lags_are_columns_that_end_at_the_largest_bound() -> None:
+    points = [replace(point(5), lag_p50=0.01, lag_p95=0.25), point(6), replace(point(7), lag_p50=5.0, lag_p95=math.inf)]
+    chart = ElementTree.fromstring(charts.lags(points, 300, 118))
+
+    groups = [node for node in chart if node.tag == "g"]
+    assert groups[0][0].text == "12:05 95 % began within 0.25 s, half within 10 ms"
+    assert groups[1][0].text == "12:06 no run"
+    assert [len(group) for group in groups] == [3, 2, 3]
+    assert float(groups[2][2].attrib["height"]) == pytest.approx(100)
+    assert charts.lags([]) == ""
+
+
+def test_documentation_and_dashboard_have_the_same_colours() -> None:
+    pages = (ROOT / "outboxio/dashboard/static/outboxio.css").read_text("utf-8")
+    docs = (ROOT / "docs/stylesheets/extra.css").read_text("utf-8")
+    light, _, dark = docs.partition('[data-md-color-scheme="slate"]')
+    accents, grounds = (re.findall(rf"--{name}: (#\w+);", pages)[:2] for name in ("accent", "ground"))
+
+    for part, accent in zip((light, dark), accents, strict=True):
+        for name in ("primary-fg-color", "typeset-a-color", "accent-fg-color"):
+            assert f"--md-{name}: {accent};" in part
+    assert f"--md-default-bg-color: {grounds[1]};" in dark
+    mark = (ROOT / "docs/images/mark.svg").read_text("utf-8")
+    icon = (ROOT / "outboxio/dashboard/static/icon.svg").read_text("utf-8")
+    assert re.findall("<path.*", mark) == re.findall("<path.*", icon)
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,9 @@ def test_a_bulk_order_is_about_what_has_changed_before() -> None:
         ("E", "order 5f0e3f8a-1111-4222-8333-123456789abc is gone", "E: order * is gone"),
         ("E", "commit deadbeef01 faded", "E: commit * faded"),
         ("E", "version 1.22.3", "E: version *"),
+        ("E", "ada@example.org is unknown", "E: * is unknown"),
+        ("E", "no account of 'grace.h+tag@mail.example.co.uk'.", "E: no account of *."),
+        ("E", "customer v1@example.org has 3 of user@localhost", "E: customer * has * of user@localhost"),
         ("E", "first line\n  second line", "E: first line*second line"),
         ("E", "", "E:"),
         ("E", "x" * 300, "E: " + "x" * 200 + "*"),
@@ -131,7 +134,18 @@ def test_the_longest_word_of_texts_is_written_in_json_as_it_is() -> None:
 
 
 @pytest.mark.parametrize(
-    "message", ["'a' 1", "a * b", "  padded ", "ends cut 12345678901 " * 20, "ü 😀 7", "\t\r\n", "*"]
+    "message",
+    [
+        "'a' 1",
+        "ada@example.org, b@c.de at 3",
+        "@ @x.y a@b.",
+        "a * b",
+        "  padded ",
+        "ends cut 12345678901 " * 20,
+        "ü 😀 7",
+        "\t\r\n",
+        "*",
+    ],
 )
 def test_a_fingerprint_as_a_filter_matches_its_error(message: str) -> None:
     shared, at = fingerprint("E", message), 0

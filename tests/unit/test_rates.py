@@ -15,7 +15,8 @@ import pytest
 from outboxio import Rate
 from outboxio.dispatch.rates import ClusterGate, Gate, KeyGate
 from outboxio.errors import RegistrationError, SettingsError
-from outboxio.handlers.options import DEFAULT_OPTIONS, Batch, changed, checked_options
+from outboxio.handlers.described import DEFAULT_OPTIONS, changed
+from outboxio.handlers.options import Batch, checked_options
 from outboxio.support.clock import from_micros
 
 SEEDS = 8

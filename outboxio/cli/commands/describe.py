@@ -13,8 +13,8 @@ from rich.text import Text
 
 from outboxio.cli.answer import Exit, indented, line, say, say_json
 from outboxio.cli.inside import databases, handlers
+from outboxio.handlers.described import DEFAULT_OPTIONS, changed
 from outboxio.handlers.handler import Handler
-from outboxio.handlers.options import DEFAULT_OPTIONS, changed
 from outboxio.model.event import Event, is_event_class, type_name, with_subclasses
 from outboxio.outbox import Outbox
 from outboxio.settings import Settings

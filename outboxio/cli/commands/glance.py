@@ -18,6 +18,7 @@ from outboxio.cli.target import TargetError
 from outboxio.health.rules import RULE_NAMES
 from outboxio.health.values import HandlerStatus, InstanceStatus, Overview
 from outboxio.outbox import Outbox
+from outboxio.support.text import briefly, instead_of
 
 _MARKS = {"ok": ("ok", "green"), "degraded": ("..", "yellow"), "down": ("NO", "bold red")}
 _LABELS = {"fanout": "fan-out", "jobs": "jobs"}
@@ -40,14 +41,19 @@ async def doctor(outbox: Outbox, *, as_json: bool) -> Exit:
     return _code(overview, Exit.FINE if overview.level == "ok" else Exit.NO)
 
 
-async def handlers(outbox: Outbox, *, as_json: bool) -> Exit:
-    """Print the handlers, the worst first."""
+async def handlers(outbox: Outbox, name: str | None = None, *, as_json: bool) -> Exit:
+    """Print the handlers, the worst first, or one handler with its options."""
     overview = await admin_of(outbox).overview()
-    found = overview.handlers
+    found = [one for one in overview.handlers if name in (None, one.handler_name)]
+    if name is not None and not found:
+        names = [one.handler_name for one in overview.handlers]
+        raise TargetError(f"no process has announced a handler {briefly(name)}: {instead_of(name, names)}")
     if as_json:
         say_json(found)
     elif found:
         say(_handlers(found))
+        if name is not None:
+            say("", *_options(found[0], overview.instances))
     else:
         say(line(("no process has announced a handler yet", "dim")))
     return _code(overview)
@@ -176,6 +182,15 @@ def _handlers(found: Sequence[HandlerStatus]) -> Rows:
 def _waits(reasons: Mapping[str, int]) -> str:
     """Why notifications wait that are not simply queued, such as ``retry 3, paused 12``."""
     return ", ".join(f"{reason} {number:,}" for reason, number in reasons.items() if reason != "queued")
+
+
+def _options(one: HandlerStatus, instances: Sequence[InstanceStatus]) -> list[Text]:
+    """The options of a handler that are not the defaults, with the process that reports them."""
+    if one.options is None:
+        return [line(("no running process reports the options", "dim"))]
+    version = next((each.version for each in instances if each.instance == one.options_from), "")
+    told = line(("options that are not the defaults, by ", "dim"), f"{one.options_from} ({version})")
+    return [told, *(line(f"  {option}={value}") for option, value in one.options.items())]
 
 
 def _held(holders: Sequence[str]) -> str:

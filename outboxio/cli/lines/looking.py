@@ -37,7 +37,7 @@ def add_to(app: typer.Typer) -> None:
     status_example = "status --database postgresql://localhost/app --namespace wallets"
     command(app, example=status_example, rich_help_panel=PANEL)(status)
     command(app, example="doctor app.main:outbox", rich_help_panel=PANEL)(doctor)
-    command(app, example="handlers", rich_help_panel=PANEL)(handlers)
+    command(app, example="handlers receipt", rich_help_panel=PANEL)(handlers)
     command(app, "list", example="list app.main:outbox --state FAILED --handler receipt", rich_help_panel=PANEL)(
         list_notifications
     )
@@ -102,9 +102,28 @@ def doctor(common: Common, target: Target = None) -> None:
     _look(common, target, glance.doctor)
 
 
-def handlers(common: Common, target: Target = None) -> None:
-    """Show the handlers, the worst first: backlog, dead letters, rates, and the process that holds each handler."""
-    _look(common, target, glance.handlers)
+def handlers(
+    common: Common,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[TARGET] [NAME]",
+            help="Your outbox or a database URL, as for all commands; the name of a handler, or else all handlers.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Show the handlers, the worst first: backlog, dead letters, rates, and the process that holds each handler.
+
+    With the name of a handler, also its options, by the report of a process that runs the handler.
+    """
+
+    async def work() -> Exit:
+        found = common.of_namespace(words, most=1)
+        async with opened(found) as outbox:
+            return await glance.handlers(outbox, *found.words, as_json=common.json)
+
+    answer(work, as_json=common.json, verbose=common.verbose)
 
 
 def instances(common: Common, target: Target = None) -> None:
@@ -186,7 +205,7 @@ def dead(
 ) -> None:
     """Show the dead letters in groups of like errors, each with the command that retries the group.
 
-    Numbers, ids and quoted values in an error do not count.
+    Numbers, ids, e-mail addresses and quoted values in an error do not count.
     """
     _look(common, target, notifications.dead, choice, by)
 

@@ -11,6 +11,7 @@ from outboxio.dashboard.pages.handlers import handler, handlers
 from outboxio.dashboard.pages.notifications import dead, notifications
 from outboxio.dashboard.pages.operations import operation, operations
 from outboxio.dashboard.pages.overview import overview
+from outboxio.dashboard.pages.search import search
 from outboxio.dashboard.view import Order, Route
 
 PAGES: list[Route] = [
@@ -25,6 +26,7 @@ PAGES: list[Route] = [
     Route("payload", "/events/{id}/payload", payload, "payloads"),
     Route("actions", "/actions", actions),
     Route("action", "/actions/{id}", action),
+    Route("search", "/search", search, patience=LONG),
     Route("keys", "/keys", keys),
     Route("instances", "/instances", instances),
     Route("shards", "/shards", shards),

@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
+from itertools import takewhile
 from typing import Any
 from uuid import UUID
 
@@ -17,11 +18,13 @@ from outboxio.dashboard.filters import WORDS_OF_EVENTS, refuse_unknown_words
 from outboxio.dashboard.lists import OTHER_WORDS, ROWS, Words, around_of, filter_asked
 from outboxio.dashboard.pages.operations import OperationRow, row_of
 from outboxio.dashboard.showing.documents import Delivery, Document, delivery_of, document, documents_of
+from outboxio.dashboard.showing.timeline import Caused, Step, lanes_of, steps_of
 from outboxio.dashboard.view import Download, Refused, View
 from outboxio.model.notification import DOCUMENTS, NotificationRecord
 from outboxio.model.operating.groups import Filter
 from outboxio.model.operating.operation import EventColumns, EventTree, Operation, StoredAction, StoredEvent, worst_of
 from outboxio.operations.queries.filters import query_of
+from outboxio.support.clock import utc_now
 from outboxio.support.codec import is_list, is_object, made_from
 from outboxio.support.log import trace_id_in
 
@@ -182,6 +185,8 @@ class EventFacts(Struct, frozen=True, kw_only=True):
     trace_id: str | None
     worst: str | None
     notifications: list[Delivery]
+    timeline: list[Step]
+    """What happened when; what is planned comes last."""
     payload: Document | None
     """``None`` without the right to read payloads, and for an event without payload."""
     action_params: Document | None
@@ -206,21 +211,28 @@ async def event(asked: Asked) -> View:
     documents = {name: document(text) for name, text in texts.items()} if may_read else {}
     orders = await asked.admin.operations(MOST_OPERATIONS)
     [row] = await event_rows(asked, [found])
+    deliveries = [delivery_of(record, tells=may_read, is_asked=record.id == asked_for) for record in records]
+    tree = await _tree(asked, found)
+    timeline = steps_of(found, deliveries, _caused(tree), utc_now())
     facts = made_from(
         found,
         EventFacts,
         event=row,
         trace_id=_trace_id(texts.get("headers")),
         worst=worst_of(row.states),
-        notifications=[delivery_of(record, tells=may_read, is_asked=record.id == asked_for) for record in records],
+        notifications=deliveries,
+        timeline=timeline,
         **{name: documents.get(name) for name in DOCUMENTS},
         may_read=may_read,
-        tree=await _tree(asked, found),
+        tree=tree,
         operations=[row_of(order, tells=may_read) for order in orders if _names(order, found.id, records)],
         looked_at=len(orders),
     )
     title = found.event_type or "Action without events"
-    return View(template="event.html", title=title, facts=facts, refreshes=sum(map(len, texts.values())) < MOST_READ)
+    return View(
+        template="event.html", title=title, facts=facts, shown={"lanes": lanes_of(timeline, deliveries)},
+        refreshes=sum(map(len, texts.values())) < MOST_READ,
+    )  # fmt: skip
 
 
 async def payload(asked: Asked) -> Download:
@@ -265,6 +277,14 @@ def _drawn(tree: EventTree | None) -> Tree:
         nodes.append(made_from(event, Node, event_id=event.id, **more))
         waiting += [(child, depth + 1) for child in reversed(node.children)]
     return made_from(tree, Tree, nodes=nodes)
+
+
+def _caused(tree: Tree | None) -> list[Caused]:
+    """The events that the event of the page has caused: in drawing order, its children come right behind it."""
+    nodes = tree.nodes if tree is not None else []
+    at = next((number for number, node in enumerate(nodes) if node.is_asked), len(nodes))
+    below = list(takewhile(lambda node: node.depth > nodes[at].depth, nodes[at + 1 :]))
+    return [made_from(node, Caused) for node in below if node.depth == nodes[at].depth + 1]
 
 
 def _names(order: Operation, event_id: UUID, records: Sequence[NotificationRecord]) -> bool:

@@ -16,7 +16,7 @@ from outboxio.dashboard.pages.operations import without_errors
 from outboxio.dashboard.pages.overview import fixed_at, without_messages
 from outboxio.dashboard.view import Refused, View
 from outboxio.errors import UnknownHandler
-from outboxio.handlers.options import DEFAULT_OPTIONS, changed
+from outboxio.handlers.described import DEFAULT_OPTIONS, changed, in_texts
 from outboxio.health.values import Finding, HandlerStatus, InstanceStatus, KeyStatus, Overview
 from outboxio.model.operating.groups import Filter, HandlerHistory
 from outboxio.model.operating.operation import Operation
@@ -117,6 +117,10 @@ class HandlerFacts(Struct, frozen=True, kw_only=True):
     findings: tuple[Finding, ...]
     registered: dict[str, Any] | None
     """``None`` if this process does not have the code of the handler."""
+    options: Mapping[str, str] | None
+    """The options that are not the defaults, of a process that runs or of this process; ``None`` if neither has any."""
+    options_from: str | None
+    """The process that reports the options, with its version of outboxio; ``None`` for the code of this process."""
     span: str
     history: HandlerHistory
     groups: list[GroupRow]
@@ -146,11 +150,14 @@ async def handler(asked: Asked) -> View:
     overview = await overview_for(asked)
     status = next((one for one in overview.handlers if one.handler_name == name), None)
     groups = await in_time(admin.groups(Filter(handler=name), limit=MOST_GROUPED))
+    options, options_from = _options(asked.outbox, overview, name, status)
     facts = HandlerFacts(
         handler_name=name,
         status=status,
         findings=findings_of(overview.findings, [status] if status else []),
         registered=registered(asked.outbox, name),
+        options=options,
+        options_from=options_from,
         span=span,
         history=history,
         groups=group_rows(groups or (), tells=asked.access.may("payloads"))[:GROUPS],
@@ -171,6 +178,17 @@ async def handler(asked: Asked) -> View:
         facts=facts,
         shown={"p95s": p95s, "links": links_of(facts.findings, asked)},
     )
+
+
+def _options(
+    outbox: Outbox, overview: Overview, name: str, status: HandlerStatus | None
+) -> tuple[Mapping[str, str] | None, str | None]:
+    """The options of a handler, and the process that reports them."""
+    if status is not None and status.options is not None:
+        version = next((one.version for one in overview.instances if one.instance == status.options_from), "")
+        return status.options, f"{status.options_from}, outboxio {version}"
+    handler = outbox._handlers.find(name)
+    return (None if handler is None else in_texts(handler.options)), None
 
 
 async def _partitions(asked: Asked, name: str) -> list[HandlerPartitions]:

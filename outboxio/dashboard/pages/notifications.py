@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable
 from datetime import datetime
 from typing import Any, cast
@@ -11,10 +12,20 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from outboxio.dashboard.asked import Asked
-from outboxio.dashboard.lists import ROWS, Listed, Words, around_of, count_in_time, filter_asked, in_time, rows_of
+from outboxio.dashboard.lists import (
+    ROWS,
+    Listed,
+    Words,
+    around_of,
+    counts_of,
+    filter_asked,
+    in_time,
+    rows_of,
+    total_of,
+)
 from outboxio.dashboard.view import Refused, View
 from outboxio.model.notification import State
-from outboxio.model.operating.groups import Filter, Group
+from outboxio.model.operating.groups import Filter, Group, Groups
 from outboxio.model.operating.operation import BoundedCount
 from outboxio.operations.queries.filters import TO_RETRY, TO_SKIP, query_of
 from outboxio.support.codec import made_from
@@ -24,8 +35,11 @@ async def notifications(asked: Asked) -> View:
     """The notifications that match the filter."""
     filter = await filter_asked(asked)
     page = await asked.admin.list(filter, ROWS, asked.query.get("after"), documents=False, shard=asked.shard)
-    count = await count_in_time(asked, filter, len(page))
-    facts = Listed(filter=query_of(filter), count=count, rows=rows_of(page, asked), next=page.next)
+    states = await counts_of(asked, filter)
+    facts = Listed(
+        filter=query_of(filter), count=total_of(states, filter, len(page)), states=states, rows=rows_of(page, asked),
+        next=page.next,
+    )  # fmt: skip
     around = await around_of(asked, filter, page)
     changes = {"retries": _has(filter, TO_RETRY), "skips": _has(filter, TO_SKIP)}
     return View(template="notifications.html", title="Notifications", facts=facts, shown={"around": around, **changes})
@@ -48,7 +62,7 @@ class GroupRow(Struct, frozen=True, kw_only=True):
 
     handler_name: str
     error: str
-    """The error, with ``*`` for numbers, ids and quoted values. Without the right to read payloads, its class only."""
+    """The error, with ``*`` for what differs between errors. Without the right to read payloads, its class only."""
     number: int
     """The dead letters among those that were grouped."""
     first_seen: datetime
@@ -88,18 +102,24 @@ async def dead(asked: Asked) -> View:
         )  # fmt: skip
     after = asked.query.get("after")
     page = await asked.admin.list(filter, ROWS, after, shard=asked.shard)
+    states, groups = await asyncio.gather(counts_of(asked, filter, DEAD), _groups(asked, filter))
     grouped: Grouped | None = None
-    if after is None and (groups := await in_time(asked.admin.groups(filter, shard=asked.shard))) is not None:
+    count = total_of(states, filter, len(page))
+    if groups is not None:
         count = cast(BoundedCount, groups.of)
         rows = group_rows(groups, tells=asked.access.may("payloads"))
         grouped = Grouped(groups=rows, looked_at=groups.looked_at, is_all=groups.looked_at >= groups.of)
-    else:
-        count = await count_in_time(asked, filter, len(page))
     facts = DeadLetters(
-        filter=query_of(filter), count=count, rows=rows_of(page, asked), next=page.next, grouped=grouped
-    )
+        filter=query_of(filter), states=states, rows=rows_of(page, asked), next=page.next, grouped=grouped,
+        count=count,
+    )  # fmt: skip
     around = await around_of(asked, filter, page, DEAD_WORDS, DEAD)
     return View(template="dead.html", title="Dead letters", facts=facts, shown={"around": around})
+
+
+async def _groups(asked: Asked, filter: Filter) -> Groups[Group] | None:
+    """The groups; ``None`` on the pages with older dead letters, and after 2 s."""
+    return None if "after" in asked.query else await in_time(asked.admin.groups(filter, shard=asked.shard))
 
 
 def group_rows(groups: Iterable[Group], *, tells: bool) -> list[GroupRow]:

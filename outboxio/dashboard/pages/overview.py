@@ -14,7 +14,7 @@ from outboxio.dashboard.view import PATIENCE, View
 from outboxio.errors import OutboxError
 from outboxio.health.rules import RULES
 from outboxio.health.values import Finding, HandlerStatus, KeyStatus, Overview
-from outboxio.model.operating.groups import Filter, Group
+from outboxio.model.operating.groups import Filter, Group, HandlerHistory
 from outboxio.operations.queries.filters import query_of
 from outboxio.support.clock import utc_now
 
@@ -44,11 +44,16 @@ class OverviewFacts(Struct, frozen=True):
 
     overview: Overview
     needs: Needs
+    history: HandlerHistory | None
+    """The runs of all handlers within the last hour, by minute; ``None`` if they could not be read within 2 s."""
 
 
 async def overview(asked: Asked) -> View:
     """The verdict, six figures, the handlers worst first, what needs a person, instances and shards."""
-    found, needs = await asyncio.gather(asked.admin.overview(), asked.lately("needs", lambda: _needs(asked)))
+    found, needs, history = await asyncio.gather(
+        asked.admin.overview(), asked.lately("needs", lambda: _needs(asked)),
+        asked.lately("history", lambda: _history(asked)),
+    )  # fmt: skip
     if not asked.access.may("payloads"):
         found, needs = without_messages(found), _only_types(needs)
     shown, folded = parted(found.handlers)
@@ -57,7 +62,7 @@ async def overview(asked: Asked) -> View:
     return View(
         template="overview.html",
         title="Overview",
-        facts=OverviewFacts(found, needs),
+        facts=OverviewFacts(found, needs, history),
         shown={"links": links, "like": like, "handlers": shown, "folded": folded},
     )
 
@@ -116,6 +121,15 @@ def _only_types(needs: Needs) -> Needs:
         for group in needs.groups
     ]
     return replace(needs, groups=groups)
+
+
+async def _history(asked: Asked) -> HandlerHistory | None:
+    """The overview is shown without the chart, if the database does not answer: the findings say so."""
+    try:
+        async with asyncio.timeout(PATIENCE):
+            return await asked.admin.history()
+    except Exception:
+        return None
 
 
 async def _needs(asked: Asked) -> Needs:

@@ -5,11 +5,13 @@ Pure functions: numbers become text. No text of a user is in the result.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from markupsafe import Markup
 
+from outboxio.dashboard.showing.shown import bound, number
 from outboxio.model.operating.groups import HistoryPoint
+from outboxio.statistics.figures import LAGS
 
 _SCALE_WIDTH = 44  # at the right, for the numbers of the scale
 
@@ -36,7 +38,7 @@ def spark(values: Sequence[float], width: int = 120, height: int = 24) -> Markup
 
 
 def bars(points: Sequence[HistoryPoint], width: int = 1080, height: int = 200) -> Markup:
-    """Stacked columns: succeeded, failed and given up of each period, the oldest first. Each column has a tooltip."""
+    """Stacked columns: succeeded, failed, and failed permanently of each period, the oldest first, with tooltips."""
     if not points:
         return Markup("")
     plot = height - 18  # below are the labels of the times
@@ -45,15 +47,35 @@ def bars(points: Sequence[HistoryPoint], width: int = 1080, height: int = 200) -
     parts = [_scale(top, width, plot)]
     for position, one in enumerate(points):
         parts.append(_column(one, position * step, step, plot, top))
-    every = max(1, round(len(points) / 6))
-    for position in range(0, len(points), every):
-        x, label = position * step, f"{points[position].begin:%H:%M}"
-        parts.append(f'<text class="chart-label" x="{x:.1f}" y="{height - 4}">{label}</text>')
     total = sum(one.succeeded for one in points), sum(one.failures for one in points)
     told = f"{total[0]:,} succeeded, {total[1]:,} failed"
-    return Markup(
-        f'<svg class="chart" viewBox="0 0 {width} {height}" role="img" aria-label="{told}">{"".join(parts)}</svg>'
-    )
+    return _drawn("".join([*parts, *_times(points, step, height)]), told, width, height)
+
+
+def lags(points: Sequence[HistoryPoint], width: int = 720, height: int = 200) -> Markup:
+    """Columns: the bound below which 95 % of the runs of each period began after they were due, the oldest first."""
+    if not points:
+        return Markup("")
+    plot = height - 18
+    known = [_bounded(one.lag_p95) for one in points]
+    top = max([0.1, *(value for value in known if value is not None)])
+    step = (width - _SCALE_WIDTH) / len(points)
+    parts = [_scale(top, width, plot, bound)]
+    for position, (one, value) in enumerate(zip(points, known, strict=True)):
+        x, size = position * step, 0.0 if value is None else max(1.0, value / top * plot)
+        told = (
+            "no run" if value is None else f"95 % began within {bound(one.lag_p95)}, half within {bound(one.lag_p50)}"
+        )
+        column = _bar("lag", x, step, plot - size, size) if size else ""
+        parts.append(f"<g><title>{one.begin:%H:%M} {told}</title>{_hover(x, step, plot)}{column}</g>")
+    worst = max((value for value in known if value is not None), default=None)
+    told = "no run" if worst is None else f"delivery lag, p95 by minute: at most {bound(worst)}"
+    return _drawn("".join([*parts, *_times(points, step, height)]), told, width, height)
+
+
+def _bounded(seconds: float | None) -> float | None:
+    """More than the largest bound is drawn as the largest bound."""
+    return None if seconds is None else min(seconds, LAGS[-1])
 
 
 def nice_top(largest: int) -> int:
@@ -67,29 +89,47 @@ def nice_top(largest: int) -> int:
 
 
 def _column(one: HistoryPoint, x: float, step: float, plot: int, top: int) -> str:
-    gap = min(2.0, step / 4)
     parts: list[str] = []
-    y, given_up = float(plot), one.dead + one.expired
-    for name, value in (("ok", one.succeeded), ("failed", one.failed), ("dead", given_up)):
+    y, lost = float(plot), one.dead + one.expired
+    for name, value in (("ok", one.succeeded), ("failed", one.failed), ("dead", lost)):
         if value:
             size = max(1.0, value / top * plot)
             y -= size
-            parts.append(
-                f'<rect class="bar-{name}" x="{x + gap / 2:.1f}" y="{y:.1f}" width="{step - gap:.1f}" '
-                f'height="{size:.1f}"/>'
-            )
-    told = f"{one.begin:%H:%M} {one.succeeded:,} succeeded, {one.failed:,} failed, {given_up:,} given up"
-    hover = f'<rect class="bar-hover" x="{x:.1f}" y="0" width="{step:.1f}" height="{plot}"/>'
-    return f"<g><title>{told}</title>{hover}{''.join(parts)}</g>"
+            parts.append(_bar(name, x, step, y, size))
+    told = f"{one.begin:%H:%M} {one.succeeded:,} succeeded, {one.failed:,} failed, {lost:,} failed permanently"
+    return f"<g><title>{told}</title>{_hover(x, step, plot)}{''.join(parts)}</g>"
 
 
-def _scale(top: int, width: int, plot: int) -> str:
+def _bar(name: str, x: float, step: float, y: float, size: float) -> str:
+    gap = min(2.0, step / 4)
+    at = f'x="{x + gap / 2:.1f}" y="{y:.1f}" width="{step - gap:.1f}" height="{size:.1f}"'
+    return f'<rect class="bar-{name}" {at}/>'
+
+
+def _hover(x: float, step: float, plot: int) -> str:
+    return f'<rect class="bar-hover" x="{x:.1f}" y="0" width="{step:.1f}" height="{plot}"/>'
+
+
+def _times(points: Sequence[HistoryPoint], step: float, height: int) -> list[str]:
+    """The labels below the columns."""
+    every = max(1, round(len(points) / 6))
+    return [
+        f'<text class="chart-label" x="{at * step:.1f}" y="{height - 4}">{points[at].begin:%H:%M}</text>'
+        for at in range(0, len(points), every)
+    ]
+
+
+def _drawn(parts: str, told: str, width: int, height: int) -> Markup:
+    return Markup(f'<svg class="chart" viewBox="0 0 {width} {height}" role="img" aria-label="{told}">{parts}</svg>')
+
+
+def _scale(top: float, width: int, plot: int, told_as: Callable[[float], str] = number) -> str:
     parts: list[str] = []
     for part in (0.0, 0.5, 1.0):
         y = max(0.5, plot - part * plot)
         parts.append(f'<line class="chart-line" x1="0" x2="{width - _SCALE_WIDTH}" y1="{y:.1f}" y2="{y:.1f}"/>')
         if part:
             under = y + (11 if part == 1 else 4)
-            told = f"{top * part:,.0f}"
+            told = told_as(top * part)
             parts.append(f'<text class="chart-label" x="{width}" y="{under:.1f}" text-anchor="end">{told}</text>')
     return "".join(parts)

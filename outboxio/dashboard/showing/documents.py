@@ -85,8 +85,8 @@ _DUE = (State.PENDING, State.FAILED, State.DYING)
 class Delivery(NotificationRecord, frozen=True, kw_only=True):
     """A notification of the event, without its documents.
 
-    ``errors``: the newest first, at most 10, each with ``attempt``, ``time``, ``type``, ``message`` and ``traceback``;
-    the last two are ``None`` without the right to read payloads.
+    ``errors``: the newest first, at most 10, each with ``attempt``, ``time``, ``ran`` (seconds), ``type``, ``message``
+    and ``traceback``; the last two are ``None`` without the right to read payloads.
     """
 
     due: datetime | None
@@ -126,6 +126,7 @@ def _error(entry: object, tells: bool) -> dict[str, object]:
     return {
         "attempt": attempt if isinstance(attempt, int) else None,
         "time": _moment(parts.get("time")),
+        "ran": float(ran) if isinstance(ran := parts.get("ran"), int | float) and not isinstance(ran, bool) else None,
         "type": _text(parts.get("type")) or "Unknown",
         "message": _text(parts.get("message")) if tells else None,
         "traceback": _text(parts.get("traceback")) if tells else None,

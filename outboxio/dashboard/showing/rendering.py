@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from outboxio.dashboard.showing import charts, shown
-from outboxio.dashboard.showing.shown import FILTERS, as_json, visible
+from outboxio.dashboard.showing.shown import FILTERS, TESTS, as_json, visible
 from outboxio.dashboard.view import Download, View
 from outboxio.model.operating.operation import Operation
 from outboxio.version import __version__
@@ -63,9 +63,11 @@ _environment = jinja2.Environment(
     lstrip_blocks=True,
 )
 _GLOBALS: dict[str, Any] = {
-    "words": shown, "spark": charts.spark, "bars": charts.bars, "explained": shown.explained, "version": __version__
+    "words": shown, "spark": charts.spark, "bars": charts.bars, "lags": charts.lags, "explained": shown.explained,
+    "version": __version__,
 }  # fmt: skip
 _environment.filters.update(FILTERS)
+_environment.tests.update(TESTS)
 _environment.globals.update(_GLOBALS)
 
 

@@ -21,6 +21,7 @@ NOTHING = "\N{EN DASH}"
 """Stands for a value that does not exist."""
 
 _QUOTED = re.compile(r"`([^`]+)`")
+_UUID = re.compile(r"[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}")
 
 
 #: Characters without a shape of their own: controls but tab and line ends, lone surrogates, and characters that change
@@ -129,10 +130,23 @@ def shortened(text: object, most: int = 120) -> str:
     return line if len(line) <= most else f"{line[: most - 1]}\N{HORIZONTAL ELLIPSIS}"
 
 
-FILTERS: Mapping[str, Callable[..., Any]] = {
-    function.__name__: function
-    for function in (number, bounded, duration, bound, offset, share, moment, iso, ago, sentence, process, shortened)
-}
+def short_id(text: object) -> str:
+    """An id in a table. A UUID is cut to its end, because UUIDs of the same time begin alike."""
+    return f"\N{HORIZONTAL ELLIPSIS}{str(text)[-8:]}" if is_uuid(text) else shortened(text, 40)
+
+
+def is_uuid(text: object) -> bool:
+    """True for the usual form of a UUID, with hyphens."""
+    return _UUID.fullmatch(str(text)) is not None
+
+
+_FILTERS: Sequence[Callable[..., Any]] = (
+    number, bounded, duration, bound, offset, share, moment, iso, ago, sentence, process, shortened, short_id,
+)  # fmt: skip
+FILTERS: Mapping[str, Callable[..., Any]] = {function.__name__: function for function in _FILTERS}
+
+
+TESTS: Mapping[str, Any] = {"is_uuid": is_uuid}
 
 
 # --- the words of the dashboard -------------------------------------------------------------------
@@ -144,10 +158,10 @@ STATES: Mapping[str, str] = {
     "PENDING": "The notification waits for its handler.",
     "FAILED": "The handler has failed, and will be retried at the due date. Nobody needs to do anything yet.",
     "BLOCKED": "An earlier notification with the same ordering key is not finished; this notification waits behind it.",
-    "DYING": "The notification is given up, and its on_dead hook has still to run.",
+    "DYING": "The notification has failed permanently, and its on_dead hook has still to run.",
     "SUCCEEDED": "The handler has handled the event.",
     "EXPIRED": "The notification has outlived its retention window without success. Retry or skip it.",
-    "DEAD": "The notification is given up: no further retry, until somebody retries or skips it.",
+    "DEAD": "The notification has failed permanently: no further retry, until somebody retries or skips it.",
     "SKIPPED": "Somebody has skipped the notification: the handler never handles this event.",
 }
 """The states of a notification."""

@@ -104,6 +104,7 @@ _VARYING_SHORT = re.compile(
     """,
     re.VERBOSE,
 )
+_EMAIL = re.compile(r"[\w.+-]+@[\w-]+(?:\.[\w-]+)+")  # searched only in a message with "@"
 _LONG = re.compile(r"[0-9a-fA-F][0-9a-fA-F]{7}")  # a part of each UUID, hash and id
 _LINES = re.compile(r"\s*[\r\n]\s*")  # so that a fingerprint is a single line
 _SEVERAL = re.compile(r"\*(?:[\s.,:+-]*\*)+")
@@ -121,6 +122,8 @@ def fingerprint(type: str, message: str) -> str:
     """
     message = message.rstrip()
     shared = message[:_LONGEST]
+    if "@" in shared:
+        shared = _EMAIL.sub("*", shared)
     shared = (_VARYING if _LONG.search(shared) else _VARYING_SHORT).sub("*", shared)
     if "\n" in shared or "\r" in shared:
         shared = _LINES.sub("*", shared)
@@ -142,7 +145,7 @@ class Group(Struct, frozen=True, kw_only=True):
     handler_name: str
     """The stored name of the handler."""
     fingerprint: str
-    """The error, with ``*`` for numbers, ids and quoted values."""
+    """The error, with ``*`` for numbers, ids, e-mail addresses and quoted values."""
     number: int
     """The notifications among those that were looked at."""
     first_seen: datetime
@@ -225,7 +228,7 @@ class HistoryPoint(Struct, frozen=True, kw_only=True):
 
 
 class HandlerHistory(Struct, frozen=True, kw_only=True):
-    """The runs of a handler over time, on all shards together.
+    """The runs of a handler, or of all handlers, over time, on all shards together.
 
     Example::
 
@@ -235,7 +238,8 @@ class HandlerHistory(Struct, frozen=True, kw_only=True):
             print(point.begin, point.succeeded, point.failures)
     """
 
-    handler_name: str
+    handler_name: str | None
+    """``None`` for all handlers together."""
     since: datetime
     """The beginning of the first period."""
     until: datetime

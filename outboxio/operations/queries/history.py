@@ -17,6 +17,8 @@ from outboxio.support.text import briefly
 MINUTE = timedelta(minutes=1)
 LONGEST = timedelta(hours=48)
 """Figures by minute are kept for so long."""
+LONGEST_OF_ALL = timedelta(hours=1)
+"""A day of all handlers may have 100,000 rows."""
 
 
 class HistoryQuestions(AdminBase):
@@ -24,7 +26,7 @@ class HistoryQuestions(AdminBase):
 
     async def history(
         self,
-        handler: str,
+        handler: str | None = None,
         *,
         within: timedelta = timedelta(hours=1),
         step: timedelta = MINUTE,
@@ -32,19 +34,22 @@ class HistoryQuestions(AdminBase):
     ) -> HandlerHistory:
         """How often a handler ran, failed and ended badly, and how long its runs took and waited, over time.
 
-        ``within``: the time until now, of 1 minute to 48 hours. ``step``: the length of a period, in whole minutes.
-        The answer has the last, unfinished period too. Processes write their figures at the end of each minute, so the
-        present minute is empty. Periods begin at multiples of ``step`` after midnight UTC.
+        ``handler``: by default all handlers together, of the last hour at most. ``within``: the time until now, of 1
+        minute to 48 hours. ``step``: the length of a period, in whole minutes. The answer has the last, unfinished
+        period too. Processes write their figures at the end of each minute, so the present minute is empty. Periods
+        begin at multiples of ``step`` after midnight UTC.
 
-        Reads one row for each minute and process, however many handlers there are. Raises :class:`UnknownHandler` for
-        an unknown name, and :class:`ConfigurationError` for a time or a step without a meaning.
+        Reads one row for each minute and process, and for each handler if no handler is named. Raises
+        :class:`UnknownHandler` for an unknown name, and :class:`ConfigurationError` for a time or a step without a
+        meaning.
 
         Example::
 
             history = await outbox.admin.history("invoice-pdf", within=timedelta(hours=24), step=timedelta(minutes=15))
             print(history.total.duration_p95, [point.succeeded for point in history.points])
         """
-        handler, within = given_handler(handler), _within(within)
+        name = None if handler is None else given_handler(handler)
+        within = _within(within, LONGEST if name is not None else LONGEST_OF_ALL)
         step = _step(step, within)
         found: list[HandlerMinute] = []
         chosen = self._shards.chosen(shard)
@@ -52,12 +57,16 @@ class HistoryQuestions(AdminBase):
         since = _floor(until - within + step, step)
         minutes = [since + number * MINUTE for number in range((until - since) // MINUTE + 1)]
         for one in chosen:
-            for name in await self._known.names_of(handler, one.database):
-                found += await one.database.reports.minutes_of(self._namespace, name, minutes)
-        if not found:
-            await self._known.refuse_unknown(handler, self._shards.databases(shard), among_rows=True)
+            if name is None:
+                of_all = await one.database.reports.minutes(self._namespace, since)
+                found += [minute for minute in of_all if minute.minute_date <= minutes[-1]]
+                continue
+            for stored in await self._known.names_of(name, one.database):
+                found += await one.database.reports.minutes_of(self._namespace, stored, minutes)
+        if not found and name is not None:
+            await self._known.refuse_unknown(name, self._shards.databases(shard), among_rows=True)
         return HandlerHistory(
-            handler_name=handler, since=since, until=until, step=step, total=_point(since, found),
+            handler_name=name, since=since, until=until, step=step, total=_point(since, found),
             points=_points(since, until, step, found),
         )  # fmt: skip
 
@@ -102,11 +111,12 @@ def _percentile(bounds: Sequence[float], buckets: Sequence[int], share: float) -
     return percentile(bounds, [*known, *[0] * (number - len(known))], share)
 
 
-def _within(within: object) -> timedelta:
-    if not isinstance(within, timedelta) or not MINUTE <= within <= LONGEST:
+def _within(within: object, longest: timedelta) -> timedelta:
+    if not isinstance(within, timedelta) or not MINUTE <= within <= longest:
+        why = "for which the figures are kept" if longest == LONGEST else "unless a handler is named"
         raise ConfigurationError(
-            f"within is {briefly(within)}; expected a timedelta of 1 minute to {LONGEST // timedelta(hours=1)} hours, "
-            "for which the figures are kept"
+            f"within is {briefly(within)}; expected a timedelta of 1 minute to {longest // timedelta(hours=1)} "
+            f"hour{'' if longest == LONGEST_OF_ALL else 's'}, {why}"
         )
     return within
 

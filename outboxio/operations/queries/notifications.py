@@ -133,9 +133,9 @@ class Questions(AdminBase):
     ) -> Groups[Group]:
         """The failures that match, grouped by handler and error, the largest group first.
 
-        Two errors belong together if they differ in numbers, ids and quoted values only. A filter without states means
-        DEAD, EXPIRED, FAILED and DYING notifications. The newest ``limit`` of each shard are grouped, and ``str``
-        says so: ``grouped over the newest 500 of 4,310``.
+        Two errors belong together if they differ in numbers, ids, e-mail addresses and quoted values only. A filter
+        without states means DEAD, EXPIRED, FAILED and DYING notifications. The newest ``limit`` of each shard are
+        grouped, and ``str`` says so: ``grouped over the newest 500 of 4,310``.
 
         ``group.filter`` selects all notifications of the group. A group whose error is a part of the error of a second
         group selects both: ``retry(group.filter, dry_run=True)`` says the number.
