@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from outboxio.actions.reading import Connection
 from outboxio.errors import (
     AmbiguousTypeName,
+    CancelledByOperator,
     CommitUnknown,
     ConcurrentUse,
     ConfigurationError,
@@ -176,6 +177,7 @@ __all__ = [
     "Around",
     "Batch",
     "BoundedCount",
+    "CancelledByOperator",
     "Clock",
     "ClusterInstance",
     "CommitUnknown",

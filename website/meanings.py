@@ -2,6 +2,7 @@
 
 REMEDIES = {
     "AmbiguousTypeName": 'Give a class another name in the rows: `type_name="..."`.',
+    "CancelledByOperator": "Nothing: the notification is retried. Skip it if it should not run again.",
     "CommitUnknown": "Look for `action_id` in `events`: if the row is there, the action was committed.",
     "ConcurrentUse": "Await statements one after the other, without `gather` and task groups.",
     "ConfigurationError": "Read the message, and correct the argument it names.",

@@ -17,7 +17,7 @@ from outboxio.operations.arguments import given_name
 from outboxio.support.text import briefly
 
 RIGHTS = (
-    "view", "payloads", "retry", "skip", "resume", "replay", "backfill", "pause", "run_job", "stop", "purge",
+    "view", "payloads", "retry", "skip", "cancel", "resume", "replay", "backfill", "pause", "run_job", "stop", "purge",
     "unsubscribe",
 )  # fmt: skip
 """All rights. ``view`` is a part of every access. ``pause`` is the right to pause and unpause a handler or a job, and

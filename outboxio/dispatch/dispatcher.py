@@ -28,6 +28,7 @@ import asyncio
 from collections.abc import Coroutine, Iterable, Mapping
 from datetime import datetime
 from typing import Any
+from uuid import UUID
 
 from outboxio.dispatch.core import Core
 from outboxio.dispatch.finder import Finder, Handoffs
@@ -39,6 +40,7 @@ from outboxio.dispatch.scheduler import JobTransactions
 from outboxio.dispatch.state import shared_of
 from outboxio.dispatch.watchdog import Sickness, StuckRun, Watchdog
 from outboxio.dispatch.workers import WorkerPool
+from outboxio.errors import CancelledByOperator
 from outboxio.loops.loop import RoundResult, Signals
 from outboxio.model.lock_name import Slot
 from outboxio.model.notification import Handoff
@@ -48,6 +50,7 @@ from outboxio.runs.handler_queue import LONGEST_GRACE
 from outboxio.runs.key_queues import KeyRows
 from outboxio.runs.ordering import AdmissionGate
 from outboxio.runs.ports import HandlingSetup, LockTrust, StuckRows, WakeUps
+from outboxio.runs.run import Run
 from outboxio.statistics.figures import Counters
 from outboxio.storage.protocols import PartitionCount, Pause
 from outboxio.support.clock import as_micros
@@ -93,6 +96,15 @@ class Dispatcher:
     def running(self) -> list[tuple[str, asyncio.Task[None] | None]]:
         """The names and tasks of the handlers that run. Any thread may ask."""
         return [(run.queue.handler.name, run.task) for run in self._watchdog.runs]
+
+    def cancel(self, id: UUID, error: CancelledByOperator) -> Run | str | None:
+        """Cancel the run of a notification: see :meth:`Watchdog.cancel`."""
+        return self._watchdog.cancel(id, error)
+
+    @property
+    def rows(self) -> Mapping[UUID, Run]:
+        """The rows in flight: queued, in progress, or with an outcome that is not written yet."""
+        return self._core.in_flight.rows
 
     def stuck_runs(self) -> list[StuckRun]:
         """The stuck runs that still go on."""

@@ -1,6 +1,7 @@
 """The watchdog: deadlines of handlers, stuck runs, tasks that end before the run does, and a process that is sick.
 
-A handler that runs longer than the timeout is cancelled. A handler that ignores the cancellation for longer than the
+A handler that runs longer than the timeout is cancelled, and so is a handler whose run an operator cancels
+(decision 79). A handler that ignores the cancellation for longer than the
 grace period is stuck: the run has failed, a new worker takes the place of the worker, and no second run of the rows
 starts in this process until the handler ends. A TaskGroup would wait for a stuck handler for ever: that is why workers
 are tasks that this package accounts for by itself (decision 5).
@@ -21,13 +22,14 @@ from uuid import UUID
 from msgspec import Struct
 
 from outboxio.dispatch.core import Core
+from outboxio.errors import CancelledByOperator
 from outboxio.loops.loop import awaited_frames
 from outboxio.model.outcome import Outcome
 from outboxio.runs.endings import thread_stack
 from outboxio.runs.handler_queue import HandlerQueue
 from outboxio.runs.run import BatchRun, HookRun, Run
 from outboxio.support.clock import as_micros
-from outboxio.support.log import log_of, stack_line
+from outboxio.support.log import log_of, stack_line, type_name
 
 logger = log_of(__name__)
 
@@ -59,6 +61,9 @@ class Watchdog:
         self._invoker = core.invoker
         self._stuck_rows = core.stuck
         self._stuck: dict[asyncio.Task[None], tuple[Run, list[UUID]]] = {}
+        self._rows = core.in_flight.rows
+        self._cancelled: dict[Run, None] = {}
+        """Runs that operators have cancelled, and that may still go on."""
         self.timer: asyncio.TimerHandle | None = None
         """Set while deadlines are checked."""
         self._was_late = False
@@ -79,6 +84,7 @@ class Watchdog:
         """
         timer, self.timer = self.timer, None
         if not self._state.running and not self._state.hooks:
+            self._cancelled.clear()
             return
         loop = asyncio.get_running_loop()
         now, shortest = loop.time(), 1.0
@@ -91,6 +97,11 @@ class Watchdog:
             shortest = min(shortest, queue.spec.timeout / 4, queue.spec.grace / 2)
             for running in (queue.running, queue.hook_lane.running):
                 self._check_all(running, now)
+        for run in list(self._cancelled):
+            if _goes_on(run):
+                self._exceeds_deadline(run, now)
+            else:
+                del self._cancelled[run]
         self.timer = loop.call_later(max(shortest, SHORTEST_CHECK), self.watch)
 
     def _check_all(self, running: Iterable[Run], now: float) -> None:
@@ -108,6 +119,34 @@ class Watchdog:
         elif now - run.cancelled_at > run.queue.spec.grace and not run.interrupted:
             self._give_up(run)
 
+    def cancel(self, id: UUID, error: CancelledByOperator) -> Run | str | None:
+        """Cancel the run of a notification for an operator. A second call does nothing. Returns the run.
+
+        A run with ``cancelled_by=None`` cannot be cancelled right now: call again soon. A text says why no run is
+        cancelled. ``None`` if this process does not have the notification.
+        """
+        for run in self.runs:
+            if all(row.notification.id != id for row in run.called):
+                continue
+            name = run.queue.handler.name
+            if run.cancelled_by is not None:
+                return run
+            if run.cancelled_at is not None:
+                return f"the run of {name!r} was cancelled at its timeout already"
+            if run.queue.handler.thread is not None and not isinstance(run, HookRun):
+                return (
+                    f"the run of {name!r} cannot be cancelled: the handler is a plain function, which runs in a "
+                    "thread, and Python cannot interrupt a thread; wait for its end, or restart the process"
+                )
+            # A batch may be between two calls, and the task of a hook may not have begun.
+            if run.task is not None and (run.started or type(run) is Run):
+                run.cancel(error, asyncio.get_running_loop().time())
+                run.task.cancel()
+                self._cancelled[run] = None
+            return run
+        idle = "no run of the notification is in progress: it is queued, or a run has just ended"
+        return idle if id in self._rows else None
+
     # --- stuck runs ----------------------------------------------------------------------------
 
     def _give_up(self, run: Run) -> None:
@@ -116,11 +155,11 @@ class Watchdog:
         run.give_up()
         self._state.counters.stuck += 1
         self.keep(run)
-        if not isinstance(run, HookRun):
-            seconds = asyncio.get_running_loop().time() - run.started
-            run.queue.statistics.durations_of("failed", "TimeoutError").add(seconds)
         frames = thread_stack(run) or _stack_of(run.task)
         error = self._invoker.stuck_error(run, "".join(traceback.format_list(frames)).rstrip() or "an unknown place")
+        if not isinstance(run, HookRun):
+            seconds = asyncio.get_running_loop().time() - run.started
+            run.queue.statistics.durations_of("failed", type_name(error)).add(seconds)
         described = self._invoker.judge.describe(error)
         logger.error(
             "handler %r is stuck for event %s: it ignores its cancellation; its slot is replaced. It waits at %s",
@@ -131,9 +170,9 @@ class Watchdog:
         if run.session is not None:
             # The run's transaction holds the rows, so no outcome can be written. The rows are due again when it ends.
             run.session.discard()
-        untouched = {row for part in run.parts for row in part} if isinstance(run, BatchRun) else set[Run]()
+        called = set(run.called)
         for row in run.undone:
-            has_failed = run.session is None and row not in untouched
+            has_failed = run.session is None and row in called
             self._end(run, row, self._invoker.judge(row, error, described) if has_failed else None)
         if isinstance(run, BatchRun):
             run.remaining.clear()
@@ -271,6 +310,12 @@ class Sickness:
             and not (run.queue in busy or run.queue.quota.rest is not None or run.queue.is_rate_limited)
             for run in rows
         )
+
+
+def _goes_on(run: Run) -> bool:
+    """True if a run that an operator has cancelled has not ended, and is not stuck."""
+    is_running = run in run.queue.running or run in run.queue.hook_lane.running
+    return is_running and run.cancelled_by is not None
 
 
 def _has_time_left(queue: HandlerQueue, now: float) -> bool:

@@ -38,6 +38,7 @@ from outboxio.errors.databases import (
 )
 from outboxio.errors.handlers import (
     AmbiguousTypeName,
+    CancelledByOperator,
     CrashedProcess,
     HandlerFailed,
     InterruptedRun,
@@ -67,9 +68,9 @@ from outboxio.errors.transactions import (
 )
 
 __all__ = [
-    "AmbiguousTypeName", "CommitUnknown", "ConcurrentUse", "ConfigurationError", "CrashedProcess", "DatabaseError",
-    "DatabaseUnavailable", "DrainTimeout", "HandlerFailed", "InterruptedRun", "InvalidEvent", "InvalidRetryAfter",
-    "KeyedLockError", "LockHeld", "LockLost", "LockTimeout",
+    "AmbiguousTypeName", "CancelledByOperator", "CommitUnknown", "ConcurrentUse", "ConfigurationError",
+    "CrashedProcess", "DatabaseError", "DatabaseUnavailable", "DrainTimeout", "HandlerFailed", "InterruptedRun",
+    "InvalidEvent", "InvalidRetryAfter", "KeyedLockError", "LockHeld", "LockLost", "LockTimeout",
     "NestedConnection", "NestedExecute", "NoHandlerTransaction", "NoTransaction", "NotBegun", "OtherDatabase",
     "OutboxError", "PoolExhausted", "PoolTooSmall", "PooledConnection", "RegistrationError", "RetryAfter",
     "ReturnedAsFailed", "RightsMissing", "SameDatabase", "SchemaError", "SchemaInUse", "SchemaMissing",

@@ -21,6 +21,18 @@ class InterruptedRun(OutboxError):
         )
 
 
+class CancelledByOperator(OutboxError):
+    """An operator has cancelled the run. The attempt counts as failed, and the retry policy applies.
+
+    The error of the attempt in the column ``errors``. A handler sees ``asyncio.CancelledError``, as at its timeout.
+    """
+
+    def __init__(self, actor: str, reason: str | None) -> None:
+        self.actor = actor
+        self.reason = reason
+        super().__init__(f"cancelled by {actor}" + (", without a reason" if reason is None else f": {reason}"))
+
+
 class CrashedProcess(OutboxError):
     """The process ended during each run of a handler for an event. The handler is not run again for this event."""
 

@@ -197,6 +197,13 @@ class HandlerReport(Struct, frozen=True):
         )  # fmt: skip
 
 
+class FullPool(Struct, frozen=True):
+    """A connection pool whose connections were all in use at every report since then."""
+
+    size: int
+    since: datetime
+
+
 class Report(Struct, frozen=True):
     """The JSON object in ``instance_reports``. Older and newer versions may write fewer or more values."""
 
@@ -204,8 +211,7 @@ class Report(Struct, frozen=True):
     jobs: tuple[str, ...] = ()
     loop_lag: float | None = None
     clock_offset: float | None = None
-    full_pool: int = 0
-    """The size of the connection pool if all of its connections are in use."""
+    full_pool: FullPool | None = None
     handlers: Mapping[str, HandlerReport] = {}
     options: Mapping[str, Mapping[str, str]] | None = None
     """The options that differ from the defaults, of the handlers that have any; ``None`` from an older version."""

@@ -146,6 +146,12 @@ _SENTENCES: Mapping[Reason, str] = {
 }
 
 
+def without_error(reason: str) -> str:
+    """The sentence of :func:`explain` without the message of an error, which may quote a payload."""
+    is_error = reason.startswith(("The circuit breaker of", "Not known"))
+    return f"{reason.partition(': ')[0]}." if is_error else reason
+
+
 def explain(record: NotificationRecord, shard: ShardFacts, head: str = "") -> str:
     """Why a notification has not run, in a sentence. ``head``: the first notification of its key."""
     if shard.error is not None or shard.schema is not None:

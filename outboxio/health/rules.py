@@ -129,12 +129,6 @@ def handler_behind(facts: ShardFacts) -> Iterator[Problem]:
             }.get(reason, "")
             age = spoken(facts.age(handler.oldest_due))
             text, fix = f"`{handler.name}` is behind: oldest due {age}, {counted(counts[reason])} waiting{why}.", ""
-            for instance in facts.alive:
-                if instance.report.full_pool and handler.name in instance.report.handlers:
-                    text += (
-                        f" All {instance.report.full_pool} connections of the pool of {instance.instance} are in use."
-                    )
-                    fix = "outboxio instances"
             if handler.lacks_locks:
                 text += " It gets no more partitions: automatic partitions use up their share of the server's locks."
                 fix = "outboxio check"
@@ -176,6 +170,18 @@ def handler_resting(facts: ShardFacts) -> Iterator[Problem]:
                 since = spoken(facts.age(report.rest.since))
                 text = f"`{name}` has rested for {since} in process {instance.instance}: {report.rest.reason}."
                 yield Problem(text, _announced(facts, name))
+
+
+@RULES.add("outboxio instances", after=HALF_A_MINUTE, see=("instances", "Instances"))
+def pool_exhausted(facts: ShardFacts) -> Iterator[Problem]:
+    """All connections of a process's pool have been in use for more than 30 s."""
+    for instance in facts.alive:
+        if (full := instance.report.full_pool) is not None:
+            text = (
+                f"All {full.size} connections of the pool of process {instance.instance} have been in use for "
+                f"{spoken(facts.age(full.since))}: actions and transactional handlers wait for one."
+            )
+            yield Problem(text, since=full.since)
 
 
 @RULES.add("outboxio instances", see=("jobs", "Jobs"))

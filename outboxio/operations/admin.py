@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from outboxio.operations.arguments import given_name
+from outboxio.operations.cancelling import CancelOperations
 from outboxio.operations.handlers import HandlerOrders
 from outboxio.operations.jobs import JobOrders
 from outboxio.operations.notifications import NotificationOrders
@@ -23,6 +24,7 @@ class Admin(
     HistoryQuestions,
     OperationQuestions,
     NotificationOrders,
+    CancelOperations,
     HandlerOrders,
     PartitionOrders,
     JobOrders,
@@ -32,7 +34,7 @@ class Admin(
     - Look: ``overview``, ``count``, ``list``, ``groups``, ``inspect``, ``export``, ``events``, ``event``,
       ``documents``, ``states``, ``tree``, ``actions``, ``handlers``, ``history``, ``keys``, ``stranded``, ``counts``,
       ``waiting``.
-    - Mend: ``retry``, ``skip``, ``resume``, ``replay``, ``backfill``, ``pause``, ``unpause``.
+    - Mend: ``retry``, ``skip``, ``cancel``, ``resume``, ``replay``, ``backfill``, ``pause``, ``unpause``.
     - Keep house: ``partitions``, ``instances``, ``locks``, ``purge``, ``unsubscribe``.
     - Jobs: ``jobs``, ``job``, ``pause_job``, ``unpause_job``, ``run_job_now``, ``remove_job``.
     - Look at orders: ``operations``, ``operation``, ``stop``.

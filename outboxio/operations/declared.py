@@ -136,6 +136,13 @@ async def _of_subscriptions(admin: Admin, values: Values) -> Preview:
     return Preview([f"{counted(await admin.count(unfinished), 'waiting notification')} will expire."])
 
 
+async def _of_run(admin: Admin, values: Values) -> Preview:
+    for record in await admin.inspect(values["notification_id"]):
+        attempt = f"attempt {record.attempts + 1}, now {record.state}"
+        return Preview([f"The run is of the handler {record.handler_name} for event {record.event_id} ({attempt})."])
+    return Preview(nothing=f"there is no notification {values['notification_id']}; outboxio list shows the ids")
+
+
 async def _of_operation(admin: Admin, values: Values) -> Preview:
     found = await admin.operation(values["id"])
     if found is None or found.has_ended:
@@ -204,6 +211,15 @@ _ALL = (
                 "Nothing unfinished is removed, and no dead letter that parks a key. Running processes remove the same "
                 "rows little by little."],
         done="removed {notifications:,} notifications, {events:,} events, {consumed_events:,} consumed_events",
+    ),
+    Declared(
+        kind="cancel", permission="cancel", arguments={"notification_id": "id"}, look=_of_run, asks="on pages",
+        does="cancel the run of notification {notification_id}", button="Cancel the run",
+        effect=["The process that has the run cancels it within about a second. The attempt has failed, and the retry "
+                "policy decides what follows: skip the notification as well if it should not run again.",
+                "A handler that is a plain function runs in a thread, and cannot be cancelled."],
+        done="cancelled: the attempt has failed, and the retry policy applies",
+        unchanged="no run was cancelled",
     ),
     Declared(
         kind="stop", permission="stop", arguments={"id": "id"}, look=_of_operation, asks="never",

@@ -31,8 +31,8 @@ class AdminShard(Struct, frozen=True):
     clock: ShardClock
     wake: Callable[[], None]
     """Tell the loops, here and in other processes, that notifications became due, or ended."""
-    partitions_changed: Callable[[], None]
-    """Tell the loops, here and in other processes, that a number of partitions has changed."""
+    decisions_changed: Callable[[], None]
+    """Tell the loops, here and in other processes, that a number of partitions has changed, or a run is cancelled."""
     operation_ordered: Callable[[UUID], None]
     """Have this process carry an operation out in the background, if this process is in ``running()``."""
 
@@ -224,8 +224,8 @@ class Recorder:
         error = operation.error and one.database.encoding.escaped(operation.error)
         ended = replace(operation, error=error, updated_date=now, finished_date=now)
         self._order_ended()
-        await one.database.operations.finish(self._namespace, ended, worker)
-        log_end(ended)
+        if await one.database.operations.finish(self._namespace, ended, worker):
+            log_end(ended)
         return ended
 
     async def _on(self, order: Order, one: AdminShard, change: Change) -> Operation:

@@ -1,6 +1,7 @@
 """A call of a batch handler. A call that fails is split in halves, until the rows that fail are alone.
 
-Each row is handed on as soon as the row is judged. In a transaction, the COMMIT settles all rows of a call.
+If an operator has cancelled the call, all of its rows fail, and it is not split. Each row is handed on as soon as the
+row is judged. In a transaction, the COMMIT settles all rows of a call.
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ import contextvars
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
-from outboxio.errors import RetryAfter, ReturnedAsFailed, Unavailable
+from outboxio.errors import CancelledByOperator, RetryAfter, ReturnedAsFailed, Unavailable
 from outboxio.handlers.options import Delivery
 from outboxio.model.envelope import current_envelope
 from outboxio.model.notification import State
 from outboxio.model.outcome import Outcome
 from outboxio.model.redaction import Description
-from outboxio.runs.endings import Endings, is_thrown_away, left_no_context, timeout_error
+from outboxio.runs.endings import Endings, cancel_error, is_thrown_away, left_no_context
 from outboxio.runs.handler_transactions import HandlerTransactions
 from outboxio.runs.judge import Judge
 from outboxio.runs.opening import STARTABLE, DecodedEvents, Envelope, EnvelopeOpener, WorkResult
@@ -99,7 +100,7 @@ class BatchCall:
             first.is_over = True
             batch.is_clean = batch.is_clean and left_no_context(before)
         if batch.cancelled_at is not None and not batch.interrupted and not batch.is_settled:
-            raise timeout_error(batch)
+            raise cancel_error(batch)
         behind: set[str | None] = set()
         for run, envelope in envelopes.items():
             if run in failed:
@@ -175,7 +176,7 @@ class BatchCall:
                     if run in batch.remaining:
                         done(run, None)
             batch.parts.clear()
-        elif len(left) == 1 or issubclass(type(cause), RetryAfter):
+        elif len(left) == 1 or issubclass(type(cause), (RetryAfter, CancelledByOperator)):
             await self._judge_rows(batch, left, dict.fromkeys(left, cause), done)
         else:
             self._judge.split(batch, len(left), cause)

@@ -56,7 +56,8 @@ class Endings:
         * the COMMIT had an unknown result: the row shows that result,
         * the shutdown has interrupted the run, unless the handler may not run a second time,
         * the run was given up as stuck, and judged then,
-        * a service was away, unless the handler may not run a second time: the run is made again after a rest.
+        * a service was away, unless the handler may not run a second time: the run is made again after a rest. But a
+          run that an operator has cancelled has failed.
         """
         kind = type(error)  # isinstance() would read the error's __class__, and an error may refuse to answer
         if issubclass(kind, TakenByAnother):
@@ -67,11 +68,11 @@ class Endings:
             return None
         if run.interrupted or run.abandoned:
             return error if run.has_begun and not run.abandoned else None
-        if issubclass(kind, Unavailable):
+        if issubclass(kind, Unavailable) and run.cancelled_by is None:
             run.unavailable = cast(Unavailable, error)
             return error if run.has_begun else None
         if run.cancelled_at is not None:
-            return timeout_error(run)
+            return cancel_error(run)
         if is_torn_down(task, error, self.home):
             run.phase = INTERRUPTED
             return None
@@ -95,15 +96,16 @@ def action_of(run: Run, envelope: Envelope, clock: ShardClock) -> ActionRecord:
     )
 
 
-def timeout_error(run: Run) -> TimeoutError:
-    return TimeoutError(
+def cancel_error(run: Run) -> Exception:
+    """The error of a run that was cancelled: by an operator, or at its deadline."""
+    return run.cancelled_by or TimeoutError(
         f"handler {run.queue.handler.name!r} ran longer than its timeout of {run.queue.spec.timeout:g} s"
     )
 
 
-def stuck_error(run: Run, stack: str) -> TimeoutError:
+def stuck_error(run: Run, stack: str) -> Exception:
     """The error of a stuck run, which ignores the cancellation."""
-    error = timeout_error(run)
+    error = cancel_error(run)
     error.add_note(f"it ignores its cancellation, stuck at\n{stack}")
     return error
 

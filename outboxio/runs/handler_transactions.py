@@ -10,7 +10,7 @@ from outboxio.errors import CommitUnknown, NotBegun
 from outboxio.model.envelope import HandlerContext
 from outboxio.model.event import ActionRecord
 from outboxio.model.notification import State
-from outboxio.runs.endings import EndUnknown, action_of, timeout_error
+from outboxio.runs.endings import EndUnknown, action_of, cancel_error
 from outboxio.runs.opening import Claim, Envelope, WorkResult
 from outboxio.runs.run import BatchRun, Run
 from outboxio.storage.protocols import Database, Session
@@ -97,7 +97,7 @@ class HandlerTransactions:
         finally:
             work_outside(token)
         if run.cancelled_at is not None and not run.interrupted:
-            raise timeout_error(run)
+            raise cancel_error(run)
         return ended
 
     async def _write(

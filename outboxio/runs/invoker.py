@@ -27,7 +27,7 @@ from outboxio.model.envelope import current_envelope
 from outboxio.model.notification import DYING, State
 from outboxio.model.outcome import Bucket, Outcome, success
 from outboxio.runs.batch_call import BatchCall, Done
-from outboxio.runs.endings import Endings, is_thrown_away, left_no_context, stuck_error, timeout_error
+from outboxio.runs.endings import Endings, cancel_error, is_thrown_away, left_no_context, stuck_error
 from outboxio.runs.handler_transactions import HandlerTransactions
 from outboxio.runs.judge import Judge
 from outboxio.runs.opening import STARTABLE, Claim, Envelope, EnvelopeOpener, RowClaim, TakenByAnother, WorkResult
@@ -103,7 +103,7 @@ class HandlerInvoker:
             if run.cancelled_at is None or run.is_settled or run.interrupted:
                 outcome: Outcome | None = self._succeeded(run, envelope)
             else:
-                outcome = self._failed(run, timeout_error(run), task)  # the handler returned, but too late
+                outcome = self._failed(run, cancel_error(run), task)  # the handler returned, but too late
         except BaseException as error:
             if is_thrown_away(task, error):
                 raise

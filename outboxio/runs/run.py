@@ -13,7 +13,7 @@ this, two processes would take turns for ever to run a handler that blocks the e
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from enum import IntEnum
 from typing import TYPE_CHECKING
@@ -22,7 +22,7 @@ from uuid import UUID
 import msgspec
 from msgspec import Struct
 
-from outboxio.errors import Unavailable
+from outboxio.errors import CancelledByOperator, Unavailable
 from outboxio.model.notification import PENDING, Notification, State
 from outboxio.model.outcome import Lease, Outcome, Verdict
 from outboxio.storage.protocols import Session
@@ -38,7 +38,7 @@ class Phase(IntEnum):
     RUNNING = 0
     """The handler may take its time."""
     OVERDUE = 1
-    """The handler was cancelled at its deadline."""
+    """The handler was cancelled at its deadline, or by an operator."""
     INTERRUPTED = 2
     """The handler was cancelled because the process shuts down. The run uses up no attempt."""
     STUCK = 3
@@ -76,6 +76,13 @@ class Run(Struct, eq=False, gc=False):
     task: asyncio.Task[None] | None = None
     unavailable: Unavailable | None = None
     """The error with which the handler has said that a service is away: the run is made again after a rest."""
+    cancelled_by: CancelledByOperator | None = None
+    """The error of a run that an operator has cancelled."""
+
+    @property
+    def called(self) -> Sequence[Run]:
+        """The rows of the call in progress."""
+        return (self,)
 
     @property
     def undone(self) -> Iterable[Run]:
@@ -101,6 +108,11 @@ class Run(Struct, eq=False, gc=False):
         """The handler is cancelled because the time is over."""
         self.phase, self.cancelled_at = OVERDUE, now
 
+    def cancel(self, error: CancelledByOperator, now: float) -> None:
+        """The handler is cancelled by an operator: the run ends as at its deadline, with a different error."""
+        self.exceed_deadline(now)
+        self.cancelled_by = error
+
     def interrupt(self) -> None:
         """The handler is cancelled because the process shuts down."""
         self.phase, self.cancelled_at = INTERRUPTED, 0.0
@@ -110,8 +122,8 @@ class Run(Struct, eq=False, gc=False):
         self.phase = STUCK
 
     def go_on(self) -> None:
-        """The next part of a call begins. The former part exceeded the deadline."""
-        self.phase, self.cancelled_at = RUNNING, None
+        """The next part of a call begins. The former part exceeded the deadline, or was cancelled."""
+        self.phase, self.cancelled_at, self.cancelled_by = RUNNING, None, None
 
     def begin_again(self) -> None:
         """The run waits for a new start, as if no run had been made."""
@@ -143,6 +155,11 @@ class BatchRun(Run, eq=False, kw_only=True, gc=False):
     def of(cls, rows: list[Run]) -> BatchRun:
         first = rows[0]
         return cls(first.notification, first.queue, first.lease, remaining=dict.fromkeys(rows), parts=[rows])
+
+    @property
+    def called(self) -> Sequence[Run]:
+        untouched = {row for part in self.parts for row in part}
+        return [row for row in self.remaining if row not in untouched]
 
     @property
     def undone(self) -> Iterable[Run]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 from outboxio.handlers.described import in_texts
@@ -92,6 +92,7 @@ class LiveRun:
         self._run = run
         self._shard = run.shard
         self._home = asyncio.get_running_loop()
+        self._full_since: datetime | None = None
         self.roles: Sequence[str] = [name for name in Roles.__struct_fields__ if getattr(roles, name)]
         known = {one.name: in_texts(one.options) for one in self._shard.environment.handlers.to_run}
         self._options = {name: options for name, options in known.items() if options}
@@ -120,7 +121,7 @@ class LiveRun:
             "pid": machine.pid(),
             "loop_lag": round(self.loop_lag, 6),
             "clock_offset": self._clock_offset(),
-            "full_pool": self._full_pool(),
+            **self._full_pool(now),
             "locks": {lock: number for lock, number in statistics.locks_held.items() if number},
             "paused": self.paused if handles else [],
             "handlers": {handler.name: self._handler(handler) for handler in handlers},
@@ -137,10 +138,13 @@ class LiveRun:
             ],
         }
 
-    def _full_pool(self) -> int:
-        """The size of the pool if all of its connections are in use, or else 0."""
-        database = self._shard.database
-        return database.pool_size if database.connections_in_use >= database.pool_size else 0
+    def _full_pool(self, now: datetime) -> dict[str, Any]:
+        """The size of the pool, and since when all of its connections were in use at every report."""
+        size = self._shard.database.pool_size
+        is_full = 0 < size <= self.connections_in_use
+        self._full_since = (self._full_since or now) if is_full else None
+        since = self._full_since
+        return {} if since is None else {"full_pool": {"size": size, "since": since.isoformat()}}
 
     def _handler(self, handler: Handler) -> dict[str, Any]:
         statistics = self._shard.statistics.of(handler.name)

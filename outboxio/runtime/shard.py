@@ -136,8 +136,8 @@ class ShardRuntime:
         """This process has given locks of shared handlers back, or leaves."""
         self._wake_others(LOCKS)
 
-    def partitions_changed(self) -> None:
-        """An operator has set a number of partitions: read the number, here and in all processes."""
+    def decisions_changed(self) -> None:
+        """An operator has set a number of partitions, or cancels a run: read it, here and in all processes."""
         if self.work is not None:
             self.work.loops.announce.wake()
         self._wake_others(LOCKS)
@@ -154,7 +154,7 @@ class ShardRuntime:
         from outboxio.operations.recorder import AdminShard
 
         return AdminShard(
-            self.database, self.clock, self.changed_by_hand, self.partitions_changed, self.operation_ordered
+            self.database, self.clock, self.changed_by_hand, self.decisions_changed, self.operation_ordered
         )
 
     def collector(self) -> Collector:
@@ -192,7 +192,7 @@ class ShardRuntime:
             self.work.find_for_other_clocks()
         elif kind == LOCKS:
             self.work.signals.share.set()
-            self.work.loops.announce.wake()  # the numbers of partitions may have changed
+            self.work.loops.announce.wake()  # the decisions of operators may have changed
 
     async def flush_wakes(self) -> None:
         """Send the wake-ups that are due, and end the sender's tasks."""

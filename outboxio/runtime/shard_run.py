@@ -20,10 +20,9 @@ from outboxio.loops.standstill import watched
 from outboxio.model.lock_name import LockName, Slot
 from outboxio.model.outcome import Lease
 from outboxio.operations.retention import Housekeeping
-from outboxio.runtime.auto_partitions import AutoPartitions
 from outboxio.runtime.environment import Roles
+from outboxio.runtime.following import Following
 from outboxio.runtime.lock_manager import LockManager
-from outboxio.runtime.lock_plan import Declarations
 from outboxio.runtime.membership import Member, Membership
 from outboxio.runtime.partition_share import PartitionShare
 from outboxio.runtime.reporting import RunReporting
@@ -65,7 +64,7 @@ class ShardRun:
             self.membership, shard.clock,
             heartbeat=heartbeat, observer=self, heard=shard.heard, wake=self.signals.locks,
         )  # fmt: skip
-        setup = shard.handling(self.stopping)
+        setup = self.setup = shard.handling(self.stopping)
         self.dispatcher = Dispatcher(setup, signals=self.signals, locks=self.locks, wakeups=shard, stuck=shard.stuck)
         self.announcer = Announcer(
             namespace, shard.database, environment.handlers, shard.clock, settings.subscription_ttl, environment.owner
@@ -80,8 +79,7 @@ class ShardRun:
             seen_since=self.announcer.seen_since, expired=self._expired, hears_of_partitions=roles.handling,
             purged=shard.statistics.purged_from,
         )  # fmt: skip
-        self._auto = AutoPartitions(setup, self.dispatcher, shard.partitions_changed)
-        self._declarations = Declarations(namespace, shard.database.partitions, environment.handlers, shard.clock)
+        self.announce = Following(self, handling=roles.handling).run_once
         self._reporting = RunReporting(self, roles, fans_out=self._holds_fanout, drains=drains)
         services = Services(
             self.locks, self.membership, self.fanout, self.dispatcher, self.housekeeping,
@@ -316,22 +314,6 @@ class ShardRun:
             )  # fmt: skip
 
     # --- the rest ------------------------------------------------------------------------------
-
-    async def announce(self) -> RoundResult:
-        """Announce the handlers of this process, and read the pauses and the numbers of partitions."""
-        await self.announcer.announce_if_due()
-        if self._roles.handling:
-            self.dispatcher.heed_beginnings(self.announcer.beginnings)
-            await self._declarations.make()
-            orders = await self.shard.database.subscriptions.orders(self.shard.environment.namespace)
-            self.dispatcher.heed_pauses(orders.pauses)
-            counts = {count.handler_name: count for count in orders.partitions}
-            self.dispatcher.heed_partitions(counts)
-            self.housekeeping.heed_partitions(orders.partitions)
-            self.membership.heed(self.shard.environment.handlers.names_to_run, counts)
-            self.dispatcher.transfers.offer()
-            await self._auto.look(counts)
-        return RoundResult(0)
 
     def stood_still(self, seconds: float) -> None:
         """The event loop stood still."""

@@ -279,6 +279,7 @@ _OF_KINDS: Mapping[str, Rights] = {
     **{kind: {"jobs": ["UPDATE"]} for kind in ("pause_job", "unpause_job", "run_job_now")},
     "remove_job": {"jobs": ["DELETE"]},
     "stop": {},
+    "cancel": {},
 }
 """The rights that each kind of operation needs, besides those to read all tables and to record the operation."""
 

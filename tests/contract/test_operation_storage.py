@@ -115,6 +115,32 @@ async def test_an_operation_without_a_worker_waits_for_nobody(operations: Operat
     assert await operations.stale("app", NOW, 10) == []
 
 
+async def test_runs_to_cancel_are_read_with_the_decisions(outbox: Outbox, operations: Operations) -> None:
+    subscriptions = database_of(outbox).subscriptions
+    await subscriptions.pause("app", "mail", NOW)
+    await operations.insert("app", order(), "worker")
+    assert not (await subscriptions.orders("app", cancels=True)).has_cancels, "only a retry is in progress"
+    old, new = replace(order(), kind="cancel"), replace(order(created=LATER), kind="cancel")
+    for one in (old, new):
+        await operations.insert("app", one, "worker")
+
+    read = await subscriptions.orders("app", cancels=True)
+    assert read.has_cancels
+    assert [pause.handler_name for pause in read.pauses] == ["mail"]
+    assert list(read.partitions) == []
+    assert not (await subscriptions.orders("app")).has_cancels, "not asked for"
+    assert not (await subscriptions.orders("other", cancels=True)).has_cancels
+    assert await operations.running("app", "cancel", NOW - timedelta(seconds=1)) == [old, new]
+    assert await operations.running("app", "cancel", NOW) == [new]
+    assert await operations.running("other", "cancel", NOW) == []
+
+    for one in (old, new):
+        assert await operations.take("app", one.id, "owner", datetime(9999, 1, 1), LATER) is not None
+        assert not await operations.finish("app", replace(one, state=OperationState.DONE), "worker"), "taken"
+        assert await operations.finish("app", replace(one, state=OperationState.DONE), "owner")
+    assert not (await subscriptions.orders("app", cancels=True)).has_cancels
+
+
 async def test_only_a_running_operation_can_be_stopped(operations: Operations) -> None:
     written = order()
     await operations.insert("app", written, "worker")

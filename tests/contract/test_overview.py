@@ -306,37 +306,30 @@ async def test_rule_handler_behind(make_outbox: MakeOutbox, clock: MovableClock,
         assert await told(outbox) == WELL
 
 
-async def test_a_handler_that_is_behind_names_the_pool_without_a_free_connection(
-    server_url: str, clock: MovableClock
-) -> None:
-    web = Outbox(server_url, namespace="app", clock=clock)
-    async with opened(Outbox(server_url, namespace="app", clock=clock)) as outbox, web:
-        succeeds(outbox, delivery="transactional")
-        free = asyncio.Event()
+async def test_rule_pool_exhausted(server_url: str, clock: MovableClock) -> None:
+    free = asyncio.Event()
+    async with opened(Outbox(server_url, namespace="app", clock=clock)) as outbox:
 
         async def request() -> None:
             async with outbox.connection():
                 await free.wait()
 
+        succeeds(outbox, delivery="transactional")
         async with outbox.running(), asyncio.TaskGroup() as requests:
             for _ in range(LARGEST_POOL):
                 requests.create_task(request())
             await eventually(lambda: database_of(outbox).connections_in_use == LARGEST_POOL)
-            await web.executor.execute(Emit((1,)))
-            await eventually(lambda: _waits(web))
-            await reported(outbox, clock)
-            assert await sentence(outbox, "handler_behind") == (
-                f"`mail` is behind: oldest due 61 s, 1 waiting. All {LARGEST_POOL} connections of the pool of "
-                f"{owner_of(outbox)} are in use."
-            )
-            free.set()
-            await eventually(lambda: counters(outbox).succeeded == 1)
             await reported(outbox, clock)
             assert await told(outbox) == WELL
-
-
-async def _waits(outbox: Outbox) -> bool:
-    return (await outbox.admin.counts())["PENDING"] == 1
+            await reported(outbox, clock)
+            assert await sentence(outbox, "pool_exhausted") == (
+                f"All {LARGEST_POOL} connections of the pool of process {owner_of(outbox)} have been in use for 61 s: "
+                "actions and transactional handlers wait for one."
+            )
+            free.set()
+            await eventually(lambda: database_of(outbox).connections_in_use == 0)
+            await reported(outbox, clock)
+            assert await told(outbox) == WELL
 
 
 async def test_rule_handler_failing(outbox: Outbox, clock: MovableClock) -> None:

@@ -211,10 +211,10 @@ async def test_each_state_is_explained(tmp_path: Path) -> None:
     event, now = EventRow(), datetime.now(UTC).replace(tzinfo=None)
     soon, long_ago = now + timedelta(hours=3), now - timedelta(hours=3)
     cases = {
-        "FAILED": (soon, ": nobody needs to do anything."),
-        "PENDING": (long_ago, "and has not run: the handler is behind, is paused, or has no process."),
-        "BLOCKED": (now, "Waits behind an earlier notification with the key ada ."),
-        "DYING": (soon, "Failed permanently; its hook has still to run."),
+        "FAILED": (soon, "No process has a handler FAILED : deploy it, or add aliases={'FAILED'} to its successor."),
+        "PENDING": (long_ago, "No process has a handler PENDING :"),
+        "BLOCKED": (now, "No process has a handler BLOCKED :"),
+        "DYING": (soon, "No process has a handler DYING :"),
         "EXPIRED": (now, "Failed permanently: nothing happens until somebody retries or skips the notification."),
         "SKIPPED": (now, "The handler never handles this event."),
     }

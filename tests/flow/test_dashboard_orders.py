@@ -20,7 +20,7 @@ from outboxio.dashboard import Access, Dashboard
 from outboxio.dashboard.pages import bulk_operations
 from outboxio.operations import notifications
 from outboxio.support.clock import utc_now
-from tests.kit.app import Look, MoneyDeposited, eventually
+from tests.kit.app import Emit, Journal, Look, MoneyDeposited, eventually, hang
 from tests.kit.dashboards import browser, send_form
 from tests.kit.inside import fresh_overview
 from tests.kit.jobs import ran
@@ -460,3 +460,48 @@ async def test_a_viewer_sees_jobs_without_messages_of_errors_and_without_buttons
         assert '<form class="order"' not in page.text
         for order in ("run-job-now", "pause-job", "unpause-job", "remove-job"):
             assert (await at.order(order, {"job": "close-day"})).status_code == 403
+
+
+async def test_a_run_is_cancelled_from_the_page_of_its_event(tmp_path: Path) -> None:
+    async with desk(tmp_path) as at:
+        journal = Journal()
+
+        @at.outbox.handler(MoneyDeposited, name="mail", retry=RetryPolicy(base="1h"))
+        async def handle(envelope: EventEnvelope[MoneyDeposited]) -> None:
+            await journal(envelope)
+            await hang()
+
+        async with at.outbox.running():
+            await at.outbox.executor.execute(Emit((1,)))
+            await journal.calls(1)
+            [record] = await at.outbox.admin.list()
+            page = await at.client.get(f"/events/{record.event_id}")
+            assert "Cancel run…" in words(page)
+            asks = await at.order("cancel", {"id": str(record.id)})
+            assert f"Cancel the run of notification {record.id}?" in words(asks)
+            assert "The run is of the handler mail for event" in words(asks)
+            assert "the retry policy decides what follows" in words(asks)
+
+            await at.confirmed("cancel", {"id": str(record.id)}, reason="the bank is closed")
+
+            operation = await at.newest()
+            assert (operation.kind, operation.actor, operation.done, operation.reason) == (
+                "cancel", ADA, 1, "the bank is closed",
+            )  # fmt: skip
+            [record] = await at.outbox.admin.list()
+            assert record.errors[-1]["message"] == f"cancelled by {ADA}: the bank is closed"
+            page = await at.client.get(f"/events/{record.event_id}")
+            assert "Cancel run…" not in words(page), "the retry is due in an hour"
+            assert "cancel 1 notification" in words(page), "the page lists the operation"
+
+
+async def test_a_user_without_the_right_sees_no_button_to_cancel(tmp_path: Path) -> None:
+    async with desk(tmp_path, Access(ADA, can={"retry", "skip"})) as at:
+        await at.dead(1)
+        await at.look.fetch("UPDATE {event_notifications} SET state = 'PENDING'")
+        [record] = await at.outbox.admin.list()
+        page = await at.client.get(f"/events/{record.event_id}")
+        assert "Skip…" in words(page)
+        assert "Cancel run…" not in words(page)
+        refused = await at.order("cancel", {"id": str(record.id)})
+        assert refused.status_code in (403, 404)

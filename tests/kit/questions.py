@@ -49,6 +49,7 @@ class Questions:
             "parked keys": lambda d: d.probes.parked("app", [[ORDERED]], 100),
             "undelivered": lambda d: d.probes.undelivered("app", NOW, most),
             "namespaces": lambda d: d.subscriptions.namespaces(),
+            "decisions and runs to cancel": lambda d: d.subscriptions.orders("app", cancels=True),
             "unfinished names": lambda d: d.stored_notifications.unfinished_names("app"),
         }
 

@@ -99,7 +99,7 @@ class PartitionsInMemory:
         await self._reach()
         return Rehomed(0, None)
 
-    async def orders(self, namespace: str) -> Orders:
+    async def orders(self, namespace: str, *, cancels: bool = False) -> Orders:
         await self._reach()
         return Orders([], list(self._cluster.counts.values()))
 

@@ -95,6 +95,8 @@ def test_every_order_has_a_dry_run_that_changes_nothing(database: Path) -> None:
         (["unsubscribe", "ledger"], 0, "2 waiting notifications"),
         (["stop", done], 0, "This retry has changed 1 notification"),
         (["stop", dead], 1, "unknown"),
+        (["cancel", dead], 0, "The run is of the handler ledger for event"),
+        (["cancel", done], 1, "there is no notification"),
         (["partitions", "ledger", "1"], 0, "1 already"),
         (["emit", "dry_app:outbox", "Billed", '{"order": 7}'], 0, "emit would record Billed"),
         (["migrate"], 0, "up to date"),

@@ -20,6 +20,7 @@ from outboxio.dashboard import Access, Dashboard, allow_all
 from outboxio.dashboard.pages import ORDERS
 from outboxio.dashboard.pages.overview import parted, without_messages
 from outboxio.dashboard.showing import charts, shown
+from outboxio.health.reasons import Reason, without_error
 from outboxio.health.values import Finding, past
 from outboxio.model.notification import State
 from outboxio.model.operating.groups import HistoryPoint
@@ -278,3 +279,13 @@ def test_without_the_extra_the_error_names_the_extra() -> None:
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
 
     assert "outboxio.dashboard needs jinja2: pip install 'outboxio[dashboard]'" in ended.stderr
+
+
+def test_every_reason_has_words() -> None:
+    assert shown.REASONS.keys() == {reason.value for reason in Reason}
+    assert set(shown.NEEDS_HELP) < shown.REASONS.keys()
+
+
+def test_without_the_right_to_payloads_a_reason_has_no_message_of_an_error() -> None:
+    assert without_error("The circuit breaker of `mail` is open: secret.") == "The circuit breaker of `mail` is open."
+    assert without_error("Due since 12:00 UTC: it waits.") == "Due since 12:00 UTC: it waits."

@@ -12,6 +12,7 @@ import pytest
 from outboxio.health.facts import (
     Facts,
     Failing,
+    FullPool,
     HandlerFacts,
     HandlerReport,
     InstanceFacts,
@@ -156,6 +157,11 @@ FAULTS: dict[str, tuple[ShardFacts, str]] = {
         shard(instances=[instance(handlers={"ledger": HandlerReport(rest=RestReport(ago(seconds=40), "away"))})]),
         "`ledger` has rested for 40 s in process host-a:7:c0ffee: away.",
     ),
+    "pool_exhausted": (
+        shard(instances=[instance(full_pool=FullPool(20, ago(seconds=40)))]),
+        "All 20 connections of the pool of process host-a:7:c0ffee have been in use for 40 s: actions and "
+        "transactional handlers wait for one.",
+    ),
     "job_late": (
         shard(jobs=[job(due_date=ago(minutes=9), **FAILED)]),
         "Job `close-day` is late: the job has been due for 9 min, and no process runs the job.",
@@ -251,6 +257,7 @@ HEALTHY = {
         handler(locks=[LockFacts(owner=WORKER), LockFacts(partition=1)])
     ),
     "a job that waits, and a job that has not run yet": shard(jobs=[job(), job(result=None, finished_date=None)]),
+    "a pool that is used up for a moment": shard(instances=[instance(full_pool=FullPool(20, ago(seconds=20)))]),
     "a job that is due for a moment": shard(jobs=[job(due_date=ago(seconds=59))]),
     "a job that runs": shard(jobs=[job(**RUNS)]),
     "a job between two attempts": shard(jobs=[job(**{**FAILED, "state": "RETRYING"})]),

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from outboxio import Batch, CancelledByOperator
 from outboxio.dispatch import watchdog as module
+from outboxio.runs.run import BatchRun, Run
 from outboxio.settings import Settings
 from tests.kit.app import eventually
 from tests.kit.dispatching import Parts, queue_of, row_of
@@ -55,6 +57,69 @@ async def test_a_handler_that_ignores_its_cancellation_is_replaced_until_it_come
     assert parts.returned == [True]
     assert parts.take(row_of(1)) == 1
     await parts.quiet()
+    await parts.close()
+
+
+async def test_a_run_that_an_operator_cancels_is_cancelled_once() -> None:
+    began = asyncio.Event()
+
+    async def handle(run: Any) -> None:
+        began.set()
+        await asyncio.Event().wait()
+
+    parts = Parts(queue_of(function=handle))
+    parts.take(row_of(1))
+    await began.wait()
+    first, second = CancelledByOperator("ada", "why"), CancelledByOperator("grace", None)
+    run = parts.watchdog.cancel(row_of(1).id, first)
+    assert isinstance(run, Run)
+    assert run is parts.watchdog.cancel(row_of(1).id, second)
+    assert run.task is not None
+    assert (run.cancelled_by, run.task.cancelling()) == (first, 1)
+    assert await parts.quiet() == [("FAILED", [1])]
+    assert parts.watchdog.cancel(row_of(1).id, first) is None, "the row has left"
+    await parts.close()
+
+
+async def test_a_run_that_ignores_an_operator_is_stuck_long_before_its_deadline() -> None:
+    lets_go = asyncio.Event()
+
+    async def handle(run: Any) -> None:
+        while not lets_go.is_set():
+            try:
+                await lets_go.wait()
+            except asyncio.CancelledError:
+                continue
+
+    parts = Parts(queue_of(function=handle, timeout="1h"))
+    parts.take(row_of(1))
+    await eventually(lambda: parts.state.running == 1)
+    await asyncio.sleep(0)
+    cancelled_at = asyncio.get_running_loop().time()
+    run = parts.watchdog.cancel(row_of(1).id, CancelledByOperator("ada", None))
+    await eventually(lambda: parts.state.counters.stuck == 1)
+    assert isinstance(run, Run)
+    assert run.abandoned
+    assert asyncio.get_running_loop().time() - cancelled_at < run.queue.spec.grace + 2
+    assert await parts.quiet() == [("FAILED", [1])]
+    lets_go.set()
+    await eventually(lambda: not parts.stuck.ids)
+    await parts.close()
+
+
+async def test_a_batch_between_two_calls_is_not_cancelled_yet() -> None:
+    parts = Parts(queue_of(batch=Batch(size=2)))
+    rows = [parts.in_flight_run(number) for number in (1, 2)]
+    batch = BatchRun.of(rows)
+    batch.parts, batch.task = [rows[1:]], asyncio.current_task()
+    batch.queue.running[batch] = None
+    parts.state.running = 1
+    error = CancelledByOperator("ada", None)
+    assert parts.watchdog.cancel(row_of(1).id, error) is batch
+    assert batch.cancelled_by is None
+    assert isinstance(parts.watchdog.cancel(row_of(2).id, error), str), "its part of the batch is queued"
+    assert parts.watchdog.cancel(row_of(3).id, error) is None
+    batch.queue.running.clear()
     await parts.close()
 
 

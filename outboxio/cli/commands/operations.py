@@ -77,6 +77,10 @@ async def run(outbox: Outbox, kind: str, values: Values, manner: Manner) -> Exit
         if not ask(f"{does}? {effect}", yes=manner.yes, typed=typed):
             return Exit.NO
     result = await declared.run(admin, values, manner.reason)
+    if isinstance(result, Operation):
+        pending = f"not finished yet: outboxio operations shows the result of operation {result.id}"
+        text = declared.result(result.done, admin, values) if result.has_ended else pending
+        return _tell(result, manner, text)
     code = Exit.NO if result is False or result == 0 else Exit.FINE
     if manner.as_json and isinstance(result, Struct):
         say_json(asdict(result))

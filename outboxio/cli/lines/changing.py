@@ -27,6 +27,7 @@ def add_to(app: typer.Typer) -> None:
     for function, example in {
         retry: "retry --state DEAD --handler receipt --reason 'the mail server is back'",
         skip: "skip 0198c0de-0000-7000-8000-000000000000",
+        cancel: "cancel 0198c0de-0000-7000-8000-000000000000 --reason 'it waits for a dead server'",
         resume: "resume ledger account-7",
         replay: "replay search-index --since 2026-01-31",
         backfill: "backfill search-index --since 30d --type MoneyDeposited",
@@ -94,6 +95,15 @@ def _order(
             return await order(outbox, named.words)
 
     answer(work, as_json=common.json, verbose=common.verbose)
+
+
+def cancel(
+    common: Common,
+    manner: Manner,
+    words: Annotated[list[str] | None, _words("[TARGET] ID", "the id of a notification")] = None,
+) -> None:
+    """Cancel the run of a notification that is in progress. The attempt has failed, and the retry policy applies."""
+    _run("cancel", common, manner, words)
 
 
 def resume(
@@ -173,9 +183,8 @@ def _run(
     needed = [field.upper() for field in DECLARED[kind].arguments.values()]
 
     def order(outbox: Outbox, given: Sequence[str]) -> Order:
-        values: dict[str, object] = {**dict(zip(DECLARED[kind].arguments, given, strict=True)), **options}
-        if kind == "stop":
-            values["id"] = given_id(given[0])
+        words = [given_id(word) if name == "ID" else word for name, word in zip(needed, given, strict=True)]
+        values: dict[str, object] = {**dict(zip(DECLARED[kind].arguments, words, strict=True)), **options}
         values |= {name: moment(text, f"--{name}") for name, text in (times or {}).items() if text is not None}
         return commands.run(outbox, kind, values, manner.with_json(common))
 

@@ -22,7 +22,7 @@ from outboxio.operations.partitions.owners import in_ranges
 from outboxio.support.codec import made_from
 from outboxio.support.duration import format_duration
 
-_OF_INSTANCES = ("no_instance", "lock_without_holder", "stuck_runs", "clock_off")
+_OF_INSTANCES = ("no_instance", "lock_without_holder", "pool_exhausted", "stuck_runs", "clock_off")
 
 
 class LockRow(Struct, frozen=True, kw_only=True):

@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Raw, Struct
 
 from outboxio.dashboard.asked import Asked
+from outboxio.health.reasons import without_error
 from outboxio.model.notification import NotificationRecord, State
 from outboxio.support.clock import naive_utc, utc_now
 from outboxio.support.codec import is_list, is_object, made_from
@@ -97,13 +98,18 @@ class Delivery(NotificationRecord, frozen=True, kw_only=True):
     """True if the address of the page has the id of this notification."""
 
     in_json = (
-        "id", "handler_name", "state", "attempts", "due", "is_overdue", "created_date", "updated_date", "ordering_key",
-        "priority", "partition_number", "errors", "is_asked", "shard",
+        "id", "handler_name", "state", "attempts", "due", "reason", "is_overdue", "created_date", "updated_date",
+        "ordering_key", "priority", "partition_number", "errors", "is_asked", "shard",
     )  # fmt: skip
 
     @property
     def may_retry(self) -> bool:
         return self.state in (State.DEAD, State.EXPIRED, State.FAILED)
+
+    @property
+    def may_run(self) -> bool:
+        """True if a run may be in progress: only the process that has it knows."""
+        return self.due is not None and self.due <= utc_now()
 
     @property
     def may_skip(self) -> bool:
@@ -116,7 +122,8 @@ def delivery_of(record: NotificationRecord, *, tells: bool, is_asked: bool) -> D
     due = record.next_retry_at if record.state in _DUE else None
     errors = [_error(entry, tells) for entry in entries[::-1]] if is_list(entries) else []
     is_overdue = due is not None and due < utc_now() - _LATE
-    return made_from(record, Delivery, due=due, is_overdue=is_overdue, errors=errors, is_asked=is_asked)
+    reason = record.reason if tells or record.reason is None else without_error(record.reason)
+    return made_from(record, Delivery, due=due, is_overdue=is_overdue, errors=errors, is_asked=is_asked, reason=reason)
 
 
 def _error(entry: object, tells: bool) -> dict[str, object]:

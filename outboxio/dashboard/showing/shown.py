@@ -198,6 +198,17 @@ MARKS: Mapping[str, str] = {
 }  # fmt: skip
 """How a state looks: the class of its label."""
 
+REASONS: Mapping[str, str] = {
+    "queued": "queued", "retry": "wait for a retry", "delayed": "delayed", "schedule": "wait for the schedule",
+    "batch": "wait for a full batch", "blocked": "behind others", "version": "need newer code",
+    "no_handler": "without a handler", "no_owner": "without a process", "paused": "paused",
+    "unavailable": "wait for a service", "rate": "held back by the rate", "concurrency": "wait for a free run",
+}  # fmt: skip
+"""Why notifications have not run (``admin.waiting()``), after their number."""
+
+NEEDS_HELP = ("version", "no_handler", "no_owner")
+"""The reasons that do not end by themselves."""
+
 WORST_FIRST: Sequence[str] = [str(state) for state in worst_first]
 """The states of a notification, the worst first."""
 
@@ -214,7 +225,7 @@ TERMS: Mapping[str, str] = {
     "due": "Notifications that a handler should handle now.",
     "oldest due": "How long the first due notification has waited. A healthy handler keeps this short.",
     "due later": "Notifications that are delayed, scheduled, or before their retry.",
-    "deferred": "Notifications of an event version that no process that runs the handler has: deploy the newer code.",
+    "reason": "Why unfinished notifications have not run. Each has exactly one reason.",
     "blocked": "Notifications behind an unfinished notification with the same ordering key.",
     "dead letters": "DEAD and EXPIRED notifications: nothing happens to them until somebody retries or skips them.",
     "parked key": "An ordering key whose first unfinished notification stands behind a dead letter. "

@@ -31,8 +31,8 @@ class Operation(Struct, frozen=True, kw_only=True):
 
     id: UUID
     kind: str
-    """The order: ``retry``, ``skip``, ``resume``, ``replay``, ``backfill``, ``pause``, ``unpause``, ``purge``,
-    ``unsubscribe``, ``partitions``, ``pause_job``, ``unpause_job``, ``run_job_now``, ``remove_job``."""
+    """The order: ``retry``, ``skip``, ``cancel``, ``resume``, ``replay``, ``backfill``, ``pause``, ``unpause``,
+    ``purge``, ``unsubscribe``, ``partitions``, ``pause_job``, ``unpause_job``, ``run_job_now``, ``remove_job``."""
     state: OperationState = OperationState.RUNNING
     matched: int = 0
     """The notifications that the filter has matched so far; all of them in the state DONE."""
@@ -50,6 +50,7 @@ class Operation(Struct, frozen=True, kw_only=True):
     updated_date: datetime
     finished_date: datetime | None = None
     error: str | None = None
+    """Why the operation failed. Of ``cancel``: why no run was cancelled, or that the run is stuck."""
     shard: str
     """The name of the shard; of an order on several shards, the names with commas."""
     is_dry_run: bool = False

@@ -115,7 +115,7 @@ class PartitionOrders(AdminBase):
                     else:
                         await repository.set_number(self._namespace, name, number, await one.now())
                     logger.info("handler %r: partitions=%r from now on", name, number, handler=name, partitions=number)
-                one.partitions_changed()
+                one.decisions_changed()
             return 0
 
         await self._recorder.carry_out(order, shard, change)

@@ -218,6 +218,8 @@ class Orders(Struct, frozen=True):
 
     pauses: Sequence[Pause]
     partitions: Sequence[PartitionCount] = ()
+    has_cancels: bool = False
+    """True if an operator may want a run cancelled."""
 
 
 class Instance(Struct, frozen=True):

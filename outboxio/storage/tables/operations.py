@@ -64,6 +64,16 @@ ORDER BY updated_date LIMIT :limit
     UUID,
 )
 
+RUNNING = Query(
+    f"""
+{_SELECT} {{table operations operations_running}}
+WHERE namespace = :namespace AND state = 'RUNNING' AND kind = :kind AND created_date > :since
+ORDER BY updated_date
+""",
+    Operation,
+    fields=_READ,
+)
+
 STOP = Statement(f"UPDATE {_BY_ID} SET stop_ordered = TRUE {_THIS} AND state = 'RUNNING'")
 IS_TO_STOP = Query(f"SELECT stop_ordered FROM {_BY_ID} {_THIS}", bool)
 
@@ -128,6 +138,11 @@ class Operations:
     async def stale(self, namespace: str, seen_before: datetime, limit: int) -> list[UUID]:
         """The RUNNING operations without a worker, or whose worker last wrote before a time, oldest first."""
         return await self._port.fetch(STALE, namespace=namespace, seen_before=seen_before, limit=limit)
+
+    async def running(self, namespace: str, kind: str, since: datetime) -> list[Operation]:
+        """The RUNNING operations of a kind that were created after a time, oldest first."""
+        values = {"namespace": namespace, "kind": kind, "since": since, "shard": self._shard}
+        return await self._port.fetch(RUNNING, **values)
 
     async def order_stop(self, namespace: str, id: UUID) -> bool:
         """Request the worker of a RUNNING operation to stop; False if the operation has finished."""

@@ -115,6 +115,17 @@ ORDERS = Query(
     postgres=f"{_PARTITIONS} UNION ALL {_PAUSES}",  # the first part decides the types of the columns
     sqlite=_PAUSES,
 )
+# A process with runs also reads whether an operator wants a run cancelled. No handler has an empty name.
+_CANCELS = """
+SELECT '', NULL, NULL, NULL, NULL, NULL, NULL FROM {table operations operations_running}
+WHERE namespace = :namespace AND state = 'RUNNING' AND kind = 'cancel'
+"""
+ORDERS_WITH_CANCELS = Query(
+    f"{_PAUSES} UNION ALL {_PARTITIONS} UNION ALL {_CANCELS}",
+    tuple[str, datetime | None, int | None, int | None, int | None, int | None, datetime | None],
+    postgres=f"{_PARTITIONS} UNION ALL {_PAUSES} UNION ALL {_CANCELS}",
+    sqlite=f"{_PAUSES} UNION ALL {_CANCELS}",
+)
 
 
 def _next_namespace(source: str, condition: str = "") -> str:
@@ -221,18 +232,19 @@ class Subscriptions:
         """All pauses, ended ones included: the retention of rows that waited counts from the end of the pause."""
         return await self._port.fetch(PAUSES, namespace=namespace)
 
-    async def orders(self, namespace: str) -> Orders:
-        """All pauses, and all numbers of partitions."""
-        rows = await self._port.fetch(ORDERS, namespace=namespace)
+    async def orders(self, namespace: str, *, cancels: bool = False) -> Orders:
+        """All pauses, and all numbers of partitions; with ``cancels`` also whether runs are to be cancelled."""
+        rows = await self._port.fetch(ORDERS_WITH_CANCELS if cancels else ORDERS, namespace=namespace)
         if not rows:
             return Orders([], [])
         return Orders(
-            [Pause(name, ended) for name, ended, number, *_ in rows if number is None],
+            [Pause(name, ended) for name, ended, number, *_ in rows if number is None and name],
             [
                 PartitionCount(name, number, active or number, changed, declared or 1, auto, waited)
                 for name, changed, number, active, declared, auto, waited in rows
                 if number is not None and changed is not None
             ],
+            has_cancels=cancels and any(not name for name, *_ in rows),
         )
 
     async def forget(self, namespace: str, handler_name: str) -> int:
