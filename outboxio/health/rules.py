@@ -276,11 +276,7 @@ def delayed_long(facts: ShardFacts) -> Iterator[Problem]:
     for handler in facts.handlers:
         if handler.far:
             far = f"{quantity(handler.far, 'notification')} of `{handler.name}` {_are(handler.far)}"
-            one = "it" if handler.far == 1 else "one"
-            text = (
-                f"{far} delayed for more than a year: `outboxio retry ID` runs {one} now, `outboxio skip ID` ends it."
-            )
-            yield Problem(text, handler.name)
+            yield Problem(f"{far} delayed for more than a year: `outboxio retry ID` runs one now.", handler.name)
 
 
 @RULES.add("outboxio events", see=("events", "See the events"))
