@@ -19,6 +19,7 @@ from outboxio.handlers.options import ALERT_AGE
 from outboxio.health.facts import (
     GONE_AFTER,
     JUST_ANNOUNCED,
+    SOON,
     Failing,
     HandlerFacts,
     InstanceFacts,
@@ -218,9 +219,9 @@ class Collector:
         """
         namespace, probes = self._namespace, self._database.probes
         slots = slots_of(counts, names)
-        due = {one.handler_name: one for one in await probes.due(namespace, slots, now, most)}
+        due = {one.handler_name: one for one in await probes.due(namespace, slots, now + SOON, most)}
         unheld = [slot for slot in slots if slot in held and not held[slot].is_held and due[slot.handler_name].due]
-        unowned = {one.handler_name: one for one in await probes.due(namespace, unheld, now, most)}
+        unowned = {one.handler_name: one for one in await probes.due(namespace, unheld, now + SOON, most)}
         deferred = await self._database.deferred.count(namespace, slots, most)
         blocked = await probes.blocked(namespace, names, most)
         ended_names = sorted(dead_names & set(names))

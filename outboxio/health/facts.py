@@ -24,6 +24,8 @@ JUST_ANNOUNCED = LONGEST_UNSEEN + timedelta(seconds=30)
 """A process that runs has announced its handlers within this time."""
 GONE_AFTER = 3 * LONGEST_UNSEEN
 """An announcement may come late, and the next may fail. After so long, no process has the handler."""
+SOON = timedelta(seconds=1)
+"""A row that is due within this time counts as due: it may have been made after the facts were begun to be read."""
 REACHED_WITHIN = 30.0  # seconds for which an answer of a shard keeps the process ready
 NEVER = float("-inf")  # by the clock of an event loop
 

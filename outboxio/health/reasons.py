@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from datetime import datetime, timedelta
+from datetime import datetime
 from enum import StrEnum
 
-from outboxio.health.facts import HandlerFacts, RowFacts, ShardFacts
+from outboxio.health.facts import SOON, HandlerFacts, RowFacts, ShardFacts
 from outboxio.health.values import MOST, counted, quantity
 from outboxio.model.notification import FIRST_DEFERRED, NotificationRecord, State, version_awaited
 
@@ -59,7 +59,7 @@ def reason_of(state: State, due: datetime, handler: HandlerFacts | None, shard: 
         return Reason.BLOCKED
     if due >= FIRST_DEFERRED:
         return Reason.VERSION
-    if due > shard.now:
+    if due > shard.now + SOON:
         if state != State.PENDING:
             return Reason.RETRY
         return Reason.SCHEDULE if shard.reported(handler.name).schedule else Reason.DELAYED
@@ -88,7 +88,7 @@ Counts = Mapping[Reason, int]
 
 def counts_of(rows: RowFacts, handler: HandlerFacts | None, shard: ShardFacts) -> Counts:
     """The rows of a stored handler name, or of several, by reason. Reasons without rows are left out."""
-    later, now = shard.now + timedelta(microseconds=1), shard.now
+    later, now = shard.now + 2 * SOON, shard.now
     groups: list[tuple[int, State, datetime, bool]] = [
         (rows.due - rows.unowned, State.PENDING, now, True),
         (rows.unowned, State.PENDING, now, False),
