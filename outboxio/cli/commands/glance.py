@@ -144,7 +144,7 @@ def _figures(overview: Overview) -> RenderableType:
     values: Sequence[tuple[str, str, str]] = (
         (f"{figures.undelivered:,}", "wait for fan-out", _age(figures.oldest_undelivered)),
         (f"{figures.due:,}", "due now", _age(figures.oldest_due)),
-        (f"{figures.waiting:,}", "due later, or waiting for a retry", ""),
+        (f"{sum(figures.reasons.values()):,}", "unfinished", _waits(figures.reasons)),
         (f"{figures.dead_hour:,}", "dead in the last hour", f"of {figures.dead:,}"),
         (f"{figures.per_minute:,.0f}", "succeeded a minute", sparkline(figures.minutes[-30:])),
     )
@@ -181,7 +181,7 @@ def _handlers(found: Sequence[HandlerStatus]) -> Rows:
 
 def _waits(reasons: Mapping[str, int]) -> str:
     """Why notifications wait that are not simply queued, such as ``retry 3, paused 12``."""
-    return ", ".join(f"{reason} {number:,}" for reason, number in reasons.items() if reason != "queued")
+    return ", ".join(f"{reason} {number:,}" for reason, number in reasons.items() if number and reason != "queued")
 
 
 def _options(one: HandlerStatus, instances: Sequence[InstanceStatus]) -> list[Text]:
