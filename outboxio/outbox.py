@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 from outboxio.actions.executor import ActionExecutor, refuse_in_transaction
 from outboxio.actions.reading import Connection, connected
 from outboxio.errors import ConfigurationError
+from outboxio.handlers.finding_hooks import FindingHooks
 from outboxio.handlers.options import DeadHook, checked_hook
 from outboxio.handlers.registration import Around, Registration, Wiring
 from outboxio.jobs.job import JobRegistration
@@ -52,7 +53,7 @@ __all__ = ["Drained", "Outbox"]
 logger = log_of(__name__)
 
 
-class Outbox(Registration, JobRegistration, Recording, Locking):
+class Outbox(Registration, JobRegistration, FindingHooks, Recording, Locking):
     """Commits an application's own rows together with the events that the rows cause, and runs the handlers afterwards.
 
     ``database``: a URL (``postgresql://``, ``mysql://``, ``mariadb://``, ``sqlite:///file.db``, ``sqlite://`` in
@@ -109,6 +110,7 @@ class Outbox(Registration, JobRegistration, Recording, Locking):
     ) -> None:
         Registration.__init__(self, Wiring(resources, around))
         JobRegistration.__init__(self, resources)
+        FindingHooks.__init__(self)
         hook, redact = checked_hook(on_dead, "on_dead of the outbox"), checked_redact(redact)
         self.namespace = checked_name(namespace, "namespace")
         self.settings = _checked_settings(settings)
@@ -129,7 +131,8 @@ class Outbox(Registration, JobRegistration, Recording, Locking):
         self.statistics: Mapping[str, ShardStatistics] = {name: s.statistics for name, s in self._shards.items()}
         """What this process did, by shard: ``outbox.statistics["default"].handlers["receipt"].succeeded``."""
         locks = {name: self._shard_locks(shard) for name, shard in self._shards.items()}
-        self._lifecycle = Lifecycle(self, self._shards, [each.sessions for each in locks.values()], self._guard)
+        sessions = [each.sessions for each in locks.values()]
+        self._lifecycle = Lifecycle(self, self._shards, sessions, self._guard, self._finding_hooks)
         own_connections = OwnConnections(self._guard)
         self.executor = self._action_executor(redact)
         """Runs actions."""

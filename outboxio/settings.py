@@ -179,9 +179,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         ``{"handling": {"poll-delay": ...}}`` are the same setting, which may be given only once.
 
         ``environ``: variables named ``OUTBOXIO_HANDLING_POLL_DELAY`` and so on; None reads none. ``OUTBOXIO_DATABASE``,
-        ``OUTBOXIO_TARGET``, ``OUTBOXIO_NAMESPACE``, ``OUTBOXIO_TEST_*`` and the variables that Kubernetes sets for a
-        service, such as ``OUTBOXIO_SERVICE_HOST``, are not settings. ``Outbox(...)`` without ``settings`` calls
-        ``Settings.load()``.
+        ``OUTBOXIO_TARGET``, ``OUTBOXIO_NAMESPACE``, ``OUTBOXIO_WEBHOOK``, ``OUTBOXIO_TEST_*`` and the variables that
+        Kubernetes sets for a service, such as ``OUTBOXIO_SERVICE_HOST``, are not settings. ``Outbox(...)`` without
+        ``settings`` calls ``Settings.load()``.
 
         Durations are spelled as everywhere; text is converted (``"50"``; ``"true"``, ``"yes"``, ``"on"``, ``"1"`` and
         the opposites).
@@ -275,6 +275,7 @@ _OF_OTHERS: Final = {
     "OUTBOXIO_DATABASE",
     "OUTBOXIO_TARGET",
     "OUTBOXIO_NAMESPACE",
+    "OUTBOXIO_WEBHOOK",
 }  # of examples, and of the command line
 _OF_KUBERNETES: Final = re.compile(
     r"OUTBOXIO_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)"

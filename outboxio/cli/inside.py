@@ -8,11 +8,13 @@ from datetime import datetime
 from outboxio.cli.answer import actor
 from outboxio.errors import UnknownHandler
 from outboxio.handlers.handler import Handler
+from outboxio.health.notices import Deliver, FindingWatch
 from outboxio.health.values import Health
 from outboxio.model.event import Event, type_name, with_subclasses
 from outboxio.operations.admin import Admin
 from outboxio.operations.arguments import GivenTypes, given_handler
 from outboxio.outbox import Drained, Outbox
+from outboxio.runtime.running import finding_watches
 from outboxio.runtime.shard import ShardRuntime
 from outboxio.runtime.shard_run import ShardRun
 from outboxio.storage.protocols import Database
@@ -89,6 +91,12 @@ async def is_live(outbox: Outbox) -> bool:
 async def health_of(outbox: Outbox, patience: float) -> Health:
     """The health of the tables, with ``patience`` seconds for the first connection."""
     return await outbox._health.read(patience)
+
+
+def finding_watch(outbox: Outbox, receiver: str, deliver: Deliver, *, every: float, starts: bool) -> FindingWatch:
+    """Notifies a receiver of the findings of an outbox."""
+    [watch] = finding_watches(list(_shards(outbox).values()), {receiver: deliver}, every=every, starts=starts)
+    return watch
 
 
 class Tally:

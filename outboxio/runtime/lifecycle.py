@@ -16,6 +16,7 @@ from msgspec.structs import astuple
 
 from outboxio.actions.executor import refuse_in_handler, refuse_in_transaction
 from outboxio.errors import OutboxError, RegistrationError
+from outboxio.handlers.finding_hooks import FindingHook
 from outboxio.handlers.handler import Handler
 from outboxio.loops.flood import end_floods
 from outboxio.loops.owner import EventLoopGuard
@@ -43,13 +44,15 @@ class Lifecycle:
     """Starts and stops the shards of an outbox."""
 
     def __init__(
-        self, outbox: object, shards: Mapping[str, ShardRuntime], parts: Sequence[Closes], guard: EventLoopGuard
-    ) -> None:
+        self, outbox: object, shards: Mapping[str, ShardRuntime], parts: Sequence[Closes], guard: EventLoopGuard,
+        hooks: Mapping[str, FindingHook],
+    ) -> None:  # fmt: skip
         """``outbox``: recognises a call inside a handler or a transaction. ``parts``: closed before the shards."""
         self._parts = parts
         self._outbox = outbox
         self._shards = shards
         self._guard = guard
+        self._hooks = hooks
         self._running: Running | None = None
         self._leaving: Running | None = None
         self._turn = asyncio.Lock()
@@ -106,7 +109,7 @@ class Lifecycle:
             if self._running is not None and self._is_running:
                 self._running.join(roles)
                 return self._leave
-            running = self._running = Running(list(self._shards.values()), roles)
+            running = self._running = Running(list(self._shards.values()), roles, self._hooks)
             try:
                 await running.start()
             except BaseException:

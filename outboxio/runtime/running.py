@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from outboxio.errors import ConfigurationError, DatabaseUnavailable, SameDatabase, ShutdownError
+from outboxio.handlers.finding_hooks import FindingHook
 from outboxio.model.lock_name import LockName
 from outboxio.runtime.environment import Roles
 from outboxio.runtime.shard import ShardRuntime
@@ -18,6 +19,7 @@ from outboxio.support.aio import to_the_end
 from outboxio.support.log import log_of
 
 if TYPE_CHECKING:
+    from outboxio.health.notices import FindingWatch
     from outboxio.runtime.shard_run import ShardRun
 
 T = TypeVar("T")
@@ -33,8 +35,10 @@ class Running:
     may be left by any task.
     """
 
-    def __init__(self, shards: list[ShardRuntime], roles: Roles) -> None:
+    def __init__(self, shards: list[ShardRuntime], roles: Roles, hooks: Mapping[str, FindingHook]) -> None:
         self._shards = shards
+        self._hooks = hooks
+        self._watching: list[asyncio.Task[None]] = []
         self._roles = roles
         self._blocks = 1
         self._stopping = False
@@ -113,6 +117,8 @@ class Running:
             logger.error("shard %s is down and is probed until it comes: %s", name, reason, shard=name)
         self._runs += [shard.start_run(self._roles) for shard in self._shards if shard not in ready]
         self._task = asyncio.create_task(self._run(set(down)), name="outboxio running")
+        for watch in finding_watches(self._shards, self._hooks):
+            self._watching.append(asyncio.create_task(watch.run(), name="outboxio findings"))
 
     async def _abandon(self) -> None:
         for shard in self._shards:
@@ -124,6 +130,10 @@ class Running:
         self._stopping = True
         for run in self._runs:
             run.leave()
+        for watching in self._watching:
+            watching.cancel()
+        if self._watching:
+            await asyncio.wait(self._watching, timeout=_LONGEST_LEAVE)
         assert self._task is not None
         try:
             await self._task
@@ -190,6 +200,24 @@ def _leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
         else:
             found.append(error)
     return found
+
+
+_LONGEST_LEAVE = 5.0  # seconds: a function of the application may ignore its cancellation
+
+
+def finding_watches(
+    shards: Sequence[ShardRuntime], receivers: Mapping[str, FindingHook], **options: Any
+) -> list[FindingWatch]:
+    """What notifies each receiver of findings. The receivers share the evaluations."""
+    if not receivers:
+        return []
+    from outboxio.health.notices import FindingWatch, Watched
+    from outboxio.health.overview import OverviewReader
+
+    environment = shards[0].environment
+    overviews = OverviewReader(environment.namespace, [shard.collector() for shard in shards])
+    watched = Watched(environment.namespace, environment.owner, shards[0].database, overviews)
+    return [FindingWatch(watched, receiver, deliver, **options) for receiver, deliver in receivers.items()]
 
 
 _HEARTBEAT = 10.0  # seconds, far longer than the probe takes

@@ -14,14 +14,14 @@ from uuid import uuid4
 
 import pytest
 
-from outboxio import Filter, Outbox, Received, RetryPolicy, RightsMissing
+from outboxio import Filter, Finding, Outbox, Received, RetryPolicy, RightsMissing
 from outboxio.dashboard import Dashboard, allow_all
 from outboxio.model.operating.operation import JobRow
 from outboxio.testing import MovableClock
 from tests.kit import mysql
 from tests.kit.app import Emit, Journal, Look, MoneyDeposited
 from tests.kit.dashboards import browser, send_form
-from tests.kit.inside import database_of
+from tests.kit.inside import database_of, finding_watch_of
 
 pytestmark = pytest.mark.usefixtures("patient_pages")
 
@@ -296,3 +296,28 @@ async def test_a_page_that_may_not_read_a_table_names_the_right(open_as: Open) -
             assert answer.status_code != 500, path
             assert "SELECT" in answer.text, path
             assert "app_producer" in answer.text, path
+
+
+async def test_an_operator_watches_findings_and_keeps_them_in_memory(
+    open_as: Open, owner: Outbox, rows: Look, caplog: pytest.LogCaptureFixture
+) -> None:
+    owner.handler(MoneyDeposited, name="receipt")(Journal())
+    await owner.executor.execute(Emit((1,)))
+    await owner.drain()
+    got: list[str] = []
+
+    async def receive(finding: Finding) -> None:
+        got.append(finding.rule)
+
+    watch = finding_watch_of(open_as("app_operator"), "pager", receive)
+    for _ in range(3):
+        await watch.run_once()
+
+    assert got == ["no_instance"]
+    assert caplog.text.count("are kept in memory only") == 1
+
+    allowed = "GRANT INSERT, UPDATE, DELETE ON eventlog.instance_reports TO app_operator"
+    await rows.fetch(allowed)
+    await watch.run_once()
+    assert await rows.value("SELECT count(*) FROM eventlog.instance_reports WHERE namespace = ''") == 1
+    await watch.close()

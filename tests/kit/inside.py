@@ -11,9 +11,11 @@ from typing import Any
 
 from outboxio import Outbox, Overview, Transaction
 from outboxio.dispatch.settler import Settler
+from outboxio.health.notices import FindingWatch
 from outboxio.locks.keyed_lock import KeyedLock
 from outboxio.model.lock_name import LockName
 from outboxio.model.outcome import Lease, Outcome
+from outboxio.runtime.running import finding_watches
 from outboxio.runtime.shard_run import ShardRun
 from outboxio.telemetry import Telemetry, protocol
 
@@ -155,3 +157,16 @@ async def fresh_overview(outbox: Outbox) -> Overview:
     for collector in reader.collectors.values():
         collector._checked_at = float("-inf")
     return await outbox.admin.overview()
+
+
+def finding_watch_of(outbox: Outbox, receiver: str, deliver: Any, **options: Any) -> FindingWatch:
+    """A notifier of findings, as ``running()`` makes one for each function, and ``outboxio watch`` for a webhook."""
+    [watch] = finding_watches(list(outbox._shards.values()), {receiver: deliver}, **options)
+    return watch
+
+
+def watching_of(outbox: Outbox) -> list[Any]:
+    """The tasks of the present ``running()`` that notify functions of findings."""
+    running = outbox._lifecycle.running
+    assert running is not None, "the outbox is not running"
+    return running._watching

@@ -9,6 +9,7 @@ import typer
 
 from outboxio.cli.answer import Exit, answer
 from outboxio.cli.commands import dashboard as dashboard_command
+from outboxio.cli.commands import watch as watch_command
 from outboxio.cli.commands import worker as worker_command
 from outboxio.cli.commands.dashboard import Serving, Shell, print_script
 from outboxio.cli.commands.dashboard import demo as tell_demo
@@ -17,6 +18,7 @@ from outboxio.cli.lines.tables import whole
 from outboxio.cli.logs import LogFormat, Teller, set_up
 from outboxio.cli.options import Common, Options, Target, command
 from outboxio.cli.target import TargetError, configured, named, opened
+from outboxio.support.duration import parse_duration
 from outboxio.support.log import type_name
 
 PANEL = "Running"
@@ -74,6 +76,8 @@ class Log(Options, frozen=True):
 def add_to(app: typer.Typer) -> None:
     """Register the commands."""
     command(app, example="worker app.main:outbox --log-level debug", rich_help_panel=PANEL)(worker)
+    watch_example = "watch app.main:outbox --webhook https://hooks.slack.com/services/..."
+    command(app, example=watch_example, rich_help_panel=PANEL)(watch)
     command(app, example="dashboard app.main:outbox --port 8900", rich_help_panel=PANEL)(dashboard)
     command(app, example="demo --database postgresql://localhost/postgres", rich_help_panel=PANEL)(demo)
     command(app, example="completion bash >> ~/.bashrc", rich_help_panel=PANEL)(completion)
@@ -128,6 +132,38 @@ def worker(
             return await worker_command.work(outbox, does, tell, pages.health_host, pages.health_port)
 
     answer(work, verbose=log.verbose, report=report)
+
+
+def watch(
+    common: Common,
+    webhook: Annotated[
+        str,
+        typer.Option(
+            metavar="URL", envvar="OUTBOXIO_WEBHOOK", show_envvar=False, show_default=False,
+            help="Where to post, as JSON with a text (Slack, Mattermost). Default: $OUTBOXIO_WEBHOOK.",
+        ),
+    ],
+    target: Target = None,
+    every: Annotated[
+        str, typer.Option(metavar="DURATION", help="The time between two evaluations, 1s to 5m.")
+    ] = "15s",
+    once: Annotated[
+        bool, typer.Option("--once", help="Evaluate once, and exit like [cyan]outboxio doctor[/]: for cron.")
+    ] = False,
+) -> None:  # fmt: skip
+    """Post each finding to a webhook, once when it appears and once when it ends, until SIGINT or SIGTERM comes.
+
+    Runs apart from your workers, so it reports also that none of them runs. Several may run: one posts.
+    """
+
+    async def work() -> Exit:
+        seconds = parse_duration(every, key="--every").total_seconds()
+        if not 1 <= seconds <= 300:
+            raise TargetError(f"--every {every}: expected a duration from 1s to 5m")
+        async with opened(common.of_namespace(target)) as outbox:
+            return await watch_command.watch(outbox, webhook, seconds, once=once, as_json=common.json)
+
+    answer(work, as_json=common.json, verbose=common.verbose)
 
 
 def dashboard(serving: Serving, common: Common, target: Target = None) -> None:
