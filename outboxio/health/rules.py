@@ -422,7 +422,7 @@ def _without_handler(name: str, number: int, successor: str | None = None) -> Pr
     to = "the handler with its new name" if successor is None else f"`{successor}` if that is its new name"
     waits = f"{quantity(number, 'notification')} of `{name}` {'waits' if number == 1 else 'wait'}"
     text = f"{waits}, and no process has such a handler: deploy it, or add `aliases={{{name!r}}}` to {to}."
-    return Problem(text, name if successor else None, fix=f"outboxio skip --handler {quote(name)} --dry-run")
+    return Problem(text, name, fix=f"outboxio skip --handler {quote(name)} --dry-run")
 
 
 def _late_jobs(facts: ShardFacts) -> list[JobRow]:

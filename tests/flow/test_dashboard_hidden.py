@@ -104,6 +104,7 @@ async def test_the_operations_of_others_do_not_show_their_filter_by_error() -> N
 async def test_sentences_of_findings_end_before_the_message_of_an_error() -> None:
     sentences = {
         "handler_resting": "`a: b` has rested for 2 min in process host:1:abc: card 4929-1234: no answer.",
+        "failing_long": "2 notifications of `a: b` keep failing, for 5 h: ValueError: card 4929-1234. Later ones wait.",
         "operation_failed": "An order has failed: retry by ada: card 4929-1234",
     }
     async with desk(Access.viewer("grace")) as (outbox, _):

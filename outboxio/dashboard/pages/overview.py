@@ -97,11 +97,14 @@ def without_messages(found: Overview) -> Overview:
     return replace(found, findings=findings, verdict=verdict)
 
 
+_BEFORE_MESSAGES = {"handler_resting": "` has rested for ", "failing_long": " failing, for "}
+
+
 def _without_message(finding: Finding) -> Finding:
     if finding.rule == "operation_failed":
         return replace(finding, text="An order has failed.")
-    if finding.rule == "handler_resting":
-        name, verb, rest = finding.text.partition("` has rested for ")
+    if (words := _BEFORE_MESSAGES.get(finding.rule)) is not None:
+        name, verb, rest = finding.text.partition(words)
         return replace(finding, text=f"{name}{verb}{rest.partition(': ')[0]}.")
     if finding.rule == "handler_failing":
         name = f"`{finding.handler}`"
