@@ -28,7 +28,7 @@ from outboxio.testing import MovableClock
 from outboxio.version import __version__
 from tests.kit.app import Journal, Look, MoneyDeposited, eventually
 from tests.kit.dashboards import browser, send_form
-from tests.kit.inside import clock_of, database_of, owner_of, run_of, shard_of
+from tests.kit.inside import clock_of, database_of, fresh_overview, owner_of, run_of, shard_of
 from tests.kit.storage import NOW, Store
 
 pytestmark = [pytest.mark.with_tables, pytest.mark.above_statements]
@@ -544,7 +544,7 @@ async def test_status_says_how_many_partitions_each_process_owns_and_what_nobody
 ) -> None:
     await status(server, as_json=True)
     answer = json.loads(capsys.readouterr().out)
-    assert (answer["partitions"], answer["unowned"]) == ([], [])
+    assert answer["partitions"] == []
 
     await server.admin.partitions("score", 4)
     lock = database_of(server).cluster_lock("host:1:ab", None, 5.0)
@@ -555,22 +555,22 @@ async def test_status_says_how_many_partitions_each_process_owns_and_what_nobody
         await status(server, as_json=True)
         answer = json.loads(capsys.readouterr().out)
         assert answer["partitions"][1]["owners"] == {"host:1:ab": 3}
-        assert answer["unowned"] == []  # no row is due
+        assert not answer["overview"]["figures"]["reasons"]["no_owner"]  # no row is due
 
         store = Store(server, server_look)
         await store.subscribe("score", aliases=("rating",))
         await store.insert_notifications(*map(str, range(40)))
+        await fresh_overview(server)
         await status(server, as_json=True)
-        assert json.loads(capsys.readouterr().out)["unowned"] == [
-            {"shard": "default", "handler_name": "score", "partitions": [3]}
-        ]
+        [handler] = json.loads(capsys.readouterr().out)["overview"]["handlers"]
+        assert (handler["handler_name"], handler["reasons"].keys()) == ("score", {"queued", "no_owner"})
 
         await status(server, as_json=False)
         told = capsys.readouterr().out
     finally:
         await lock.close()
     assert "host:1:ab" in told
-    assert "NO  default: no process owns partition 3 of handler 'score', with due notifications: start" in told
+    assert f"no_owner {handler['reasons']['no_owner']}" in told
 
 
 def _locks_of(one: HandlerPartitions) -> list[Any]:
