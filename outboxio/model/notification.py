@@ -271,8 +271,6 @@ class NotificationRecord(Struct, frozen=True, kw_only=True):
     retention_from: datetime
     partition_number: int
     shard: str
-    reason: str | None = None
-    """Why an unfinished notification has not run, in a sentence; only in the answer of ``admin.inspect``."""
 
 
 COPIED = (

@@ -160,6 +160,7 @@ async def test_a_standby_exports_no_figures_until_it_fans_out(make_outbox: Any, 
     for outbox in (first, second):
         outbox.statistics["default"].figures_wanted = True
     async with second.running():
+        await eventually(lambda: second.statistics["default"].locks_held["fanout"] == 1)
         async with first.running():
             await eventually(lambda: second.statistics["default"].figures is not None)
             assert first.statistics["default"].locks_held["fanout"] == 0

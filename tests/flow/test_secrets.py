@@ -70,6 +70,8 @@ CALLS: dict[str, list[tuple[str, ...]]] = {
     **{name: [("shop:outbox", "ship", "--since", "1h", "--yes")] for name in ("replay", "backfill")},
     "resume": [("shop:outbox", "ship", "key", "--yes")],
     "purge": [(*ROWS, "--yes")],
+    "cancel": [("shop:outbox", UNKNOWN, "--reason", "it hangs")],
+    "watch": [("shop:outbox", "--once", "--webhook", "http://127.0.0.1:9/")],
     "unsubscribe": [("shop:outbox", "ship", "--yes")],
     "emit": [("shop:outbox", "Ordered", '{"number": 1}')],
     "migrate": [("--database", "URL"), ("shop:shards", "--json")],

@@ -154,16 +154,16 @@ async def show(outbox: Outbox, id: UUID, *, tree: bool, payload: bool, as_json: 
     if event is None and not records:
         say_error(f"there is no event and no notification with the id {id}; retention may have removed it")
         if as_json:
-            say_json({"event": None, "notifications": [], "tree": None})
+            say_json({"event": None, "notifications": [], "reasons": {}, "tree": None})
         return Exit.NO
     chain = await admin.tree(event_id) if tree else None
     if as_json:
-        say_json({"event": event, "notifications": notifications, "tree": chain})
+        say_json({"event": event, "notifications": notifications, "reasons": notifications.reasons, "tree": chain})
         return Exit.FINE
     if event is not None:
         _tell_event(event, payload=payload)
     for record in notifications:
-        _tell_notification(record)
+        _tell_notification(record, notifications.reasons.get(record.id))
     if chain is not None:
         say("", line(("caused by and causes", "dim")), _drawn(chain))
     return Exit.FINE
@@ -187,14 +187,14 @@ def _tell_event(event: StoredEvent, *, payload: bool) -> None:
         say(line(("parameters of the action", "dim")), Text(json_of(event.action_params, indent=2)))
 
 
-def _tell_notification(record: NotificationRecord) -> None:
+def _tell_notification(record: NotificationRecord, reason: str | None) -> None:
     due = f", due {ago(record.next_retry_at)}" if record.state in ("PENDING", "FAILED", "DYING") else ""
     tries = "1 try" if record.attempts == 1 else f"{record.attempts} tries"
     told = f"  {tries}, changed {ago(record.updated_date)}{due}"
     say("", line((record.handler_name, "bold"), "  ").append(state_of(record.state)).append(line(told)))
     say(line((f"  {record.id}", "dim")))
-    if record.reason is not None:
-        say(line("  ", (record.reason, "yellow")))
+    if reason is not None:
+        say(line("  ", (reason, "yellow")))
     for error in record.errors:
         when = str(error.get("time", "")).replace("T", " ")[:19]
         say(line(f"  try {error.get('attempt')}  {when}  ", (f"{error.get('type')}: {error.get('message')}", "red")))

@@ -211,7 +211,9 @@ async def event(asked: Asked) -> View:
     documents = {name: document(text) for name, text in texts.items()} if may_read else {}
     orders = await asked.admin.operations(MOST_OPERATIONS)
     [row] = await event_rows(asked, [found])
-    deliveries = [delivery_of(record, tells=may_read, is_asked=record.id == asked_for) for record in records]
+    deliveries = [
+        delivery_of(one, records.reasons.get(one.id), tells=may_read, is_asked=one.id == asked_for) for one in records
+    ]
     tree = await _tree(asked, found)
     timeline = steps_of(found, deliveries, _caused(tree), utc_now())
     facts = made_from(

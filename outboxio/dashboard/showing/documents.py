@@ -90,6 +90,8 @@ class Delivery(NotificationRecord, frozen=True, kw_only=True):
     and ``traceback``; the last two are ``None`` without the right to read payloads.
     """
 
+    reason: str | None
+    """Why an unfinished notification has not run."""
     due: datetime | None
     """The moment of the next run; ``None`` if none is planned."""
     is_overdue: bool
@@ -116,13 +118,13 @@ class Delivery(NotificationRecord, frozen=True, kw_only=True):
         return self.state not in (State.SUCCEEDED, State.SKIPPED)
 
 
-def delivery_of(record: NotificationRecord, *, tells: bool, is_asked: bool) -> Delivery:
+def delivery_of(record: NotificationRecord, reason: str | None, *, tells: bool, is_asked: bool) -> Delivery:
     """The notification for a page. ``tells``: False leaves out messages and tracebacks."""
     entries: object = record.errors
     due = record.next_retry_at if record.state in _DUE else None
     errors = [_error(entry, tells) for entry in entries[::-1]] if is_list(entries) else []
     is_overdue = due is not None and due < utc_now() - _LATE
-    reason = record.reason if tells or record.reason is None else without_error(record.reason)
+    reason = reason if tells or reason is None else without_error(reason)
     return made_from(record, Delivery, due=due, is_overdue=is_overdue, errors=errors, is_asked=is_asked, reason=reason)
 
 

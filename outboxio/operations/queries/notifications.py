@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from uuid import UUID
 
 from msgspec.structs import replace
@@ -165,8 +166,8 @@ class Questions(AdminBase):
     async def inspect(self, id: UUID, *, documents: bool = True, shard: str | None = None) -> Inspected:
         """The notification with this id, or all notifications of the event with this id; empty for an unknown id.
 
-        Each unfinished notification says in ``reason`` why it has not run. ``documents=False`` leaves out payload,
-        parameters and headers, and is for the id of an event.
+        ``reason`` says why the unfinished notifications have not run, and ``reasons`` says so of each, by id.
+        ``documents=False`` leaves out payload, parameters and headers, and is for the id of an event.
 
         Example::
 
@@ -182,23 +183,23 @@ class Questions(AdminBase):
                 records += await database.stored_notifications.select_by_id(self._namespace, chosen)
             else:
                 records += await database.event_search.notifications_of(self._namespace, chosen, _MOST_OF_EVENT)
-        records = [await self._with_reason(record) for record in records]
-        return Inspected(self._redacted(sorted(records, key=lambda record: (record.handler_name, record.created_date))))
+        records.sort(key=lambda record: (record.handler_name, record.created_date))
+        found = Inspected(self._redacted(records))
+        found.reasons = {one.id: await self._reason(one) for one in records if one.state not in TERMINAL}
+        return found
 
-    async def _with_reason(self, record: NotificationRecord) -> NotificationRecord:
-        if record.state in TERMINAL:
-            return record
+    async def _reason(self, record: NotificationRecord) -> str:
         try:
             facts, _ = await self._setup.overviews.read()
         except Exception as error:  # a right is missing: the notification itself is shown all the same
-            return replace(record, reason=f"Not known: {brief(self._redact(str(error)))}")
+            return f"Not known: {brief(self._redact(str(error)))}"
         shard = next(one for one in facts.shards if one.name == record.shard)
         head = await self._head(record, shard) if record.state == State.BLOCKED else None
         if head is None or head.id == record.id:
-            return replace(record, reason=explain(record, shard))
+            return explain(record, shard)
         ended = f"It ended {head.state}: retry it, or skip it."
         own = ended if head.state in TERMINAL else f"That one: {explain(head, shard)}"
-        return replace(record, reason=f"{explain(record, shard, f'`{head.id}`')} {own}")
+        return f"{explain(record, shard, f'`{head.id}`')} {own}"
 
     async def _head(self, record: NotificationRecord, shard: ShardFacts) -> NotificationRecord | None:
         """The notification for which the rest of its ordering key waits."""
@@ -323,12 +324,15 @@ class Questions(AdminBase):
 
 
 class Inspected(list[NotificationRecord]):
-    """What :meth:`Questions.inspect` has found: a list of notifications."""
+    """What ``outbox.admin.inspect`` has found: a list of notifications."""
+
+    reasons: Mapping[UUID, str] = MappingProxyType({})
+    """Why each unfinished notification has not run, by its id."""
 
     @property
     def reason(self) -> str | None:
-        """Why the unfinished notifications have not run, a sentence for each; ``None`` if all are finished."""
-        return " ".join(dict.fromkeys(one.reason for one in self if one.reason is not None)) or None
+        """Why the unfinished notifications have not run, each reason once; ``None`` if all are finished."""
+        return " ".join(dict.fromkeys(self.reasons.values())) or None
 
 
 def _as_id(after: object) -> UUID | None:

@@ -123,7 +123,7 @@ WHERE n.namespace = :namespace AND {{ids n.event_id :ids}}
 """,
     tuple[Any],
 )
-_FIELDS = [field for field in NotificationRecord.__struct_fields__ if field not in ("shard", "reason")]
+_FIELDS = [field for field in NotificationRecord.__struct_fields__ if field != "shard"]
 _COLUMNS = [f"{{text n.{field}}}" if field in {*DOCUMENTS, "errors"} else f"n.{field}" for field in _FIELDS]
 
 
@@ -132,7 +132,6 @@ def _records(columns: Sequence[str]) -> Query[NotificationRecord]:
     return Query(
         f"SELECT {', '.join(columns)}, {{text :shard}} FROM {_BY_ID} WHERE {of_ids}",
         NotificationRecord,
-        fields=[*_FIELDS, "shard"],
         make=lambda row: record_of(row, row["shard"]),
         lenient=True,
     )
