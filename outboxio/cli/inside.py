@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from typing import Any
 
 from outboxio.cli.answer import actor
 from outboxio.errors import UnknownHandler
@@ -93,9 +94,9 @@ async def health_of(outbox: Outbox, patience: float) -> Health:
     return await outbox._health.read(patience)
 
 
-def finding_watch(outbox: Outbox, receiver: str, deliver: Deliver, *, every: float, starts: bool) -> FindingWatch:
-    """Notifies a receiver of the findings of an outbox."""
-    [watch] = finding_watches(list(_shards(outbox).values()), {receiver: deliver}, every=every, starts=starts)
+def finding_watch(outbox: Outbox, receiver: str, deliver: Deliver, **options: Any) -> FindingWatch:
+    """Notifies a receiver of the findings of an outbox. ``options``: of :class:`FindingWatch`."""
+    [watch] = finding_watches(list(_shards(outbox).values()), {receiver: deliver}, **options)
     return watch
 
 

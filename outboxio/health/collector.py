@@ -19,6 +19,7 @@ from outboxio.handlers.options import ALERT_AGE
 from outboxio.health.facts import (
     GONE_AFTER,
     JUST_ANNOUNCED,
+    MOST_FAILING,
     SOON,
     Failing,
     HandlerFacts,
@@ -57,7 +58,6 @@ MOST_KEYS = 100
 MOST_KEYS_OF_METRICS = 1000
 _INSTANCES_FOR = timedelta(minutes=10)  # the time for which a dead process is shown
 _OPERATIONS = 20
-_MOST_FAILING = 100
 
 _FAILURES = (State.FAILED, State.DEAD, State.EXPIRED, State.DYING)
 
@@ -113,7 +113,7 @@ class Collector:
         minutes = await self._database.reports.minutes(self._namespace, now - HOUR) if facts.handlers else []
         return replace(
             facts, pending=pending, clock_offset=offset,
-            handlers=[await self._completed(handler, minutes, now) for handler in facts.handlers],
+            handlers=await self._failing([await self._completed(one, minutes, now) for one in facts.handlers], now),
             failed_operations=await self._failed_operations(now),
             jobs=[
                 redacted_error(job, self._redact) for job in await self._database.jobs.faulty(self._namespace, now)
@@ -147,7 +147,7 @@ class Collector:
         lacks_locks = bool(families) and await full_of_automatic(database, counts.values()) is not None
         paused = await database.subscriptions.pauses(namespace) if orders.pauses else ()
         pauses = {one.handler_name: one.paused_date or now for one in paused if one.ended_date is None}
-        alert_ages, seen = _alert_ages(instances, self._handlers), _last_seen(subscriptions)
+        alert_ages, gone = _alert_ages(instances, self._handlers), _gone(subscriptions, instances, now)
 
         def handler(name: str, family: Sequence[str]) -> HandlerFacts:
             ours = [one for one in announced if one.handler_name == name]
@@ -157,7 +157,7 @@ class Collector:
                 event_types=tuple(sorted({one.event_type for one in ours if one.event_type})),
                 topics=tuple(sorted({one.topic for one in ours if one.topic})),
                 last_seen=max(one.last_seen_date for one in ours),
-                is_gone=seen[name] < max(seen.values()) - GONE_AFTER,
+                is_gone=name in gone,
                 locks=[lock for slot, lock in held.items() if slot.handler_name == name],
                 unheld={
                     each: tuple(slot.partition for slot, lock in held.items() if slot[0] == each and not lock.is_held)
@@ -171,7 +171,7 @@ class Collector:
 
         return ShardFacts(
             name=database.name, now=now, instances=instances, rows=rows, fanout=fanout,
-            handlers=[handler(*family) for family in families.items()],
+            handlers=_present([handler(*family) for family in families.items()]),
             undelivered=await database.probes.undelivered(namespace, now, most),
         )  # fmt: skip
 
@@ -254,26 +254,36 @@ class Collector:
             search = Search(states=_FAILURES, names=names)
             errors = (await self._database.search.last_errors(self._namespace, search, 1)).rows
             error = brief(self._redact(f"{errors[0].type}: {errors[0].message}")) if errors else None
-        has_failed = handler.retrying or any(minute.failed for minute in ours)
-        failing = await self._failing(handler, now - self._failing_after) if has_failed else None
-        return replace(handler, last_error=error, failing=failing)
+        return replace(handler, last_error=error)
 
-    async def _failing(self, handler: HandlerFacts, before: datetime) -> Failing | None:
-        """The notifications of a handler that have been failing since before a moment."""
-        slots = [Slot(name, lock.partition) for name in (handler.name, *handler.aliases) for lock in handler.locks]
-        found = await self._database.probes.failing(self._namespace, slots, before, _MOST_FAILING)
+    async def _failing(self, handlers: Sequence[HandlerFacts], now: datetime) -> list[HandlerFacts]:
+        """The handlers, with the notifications that have been failing for long."""
+        slots = [
+            Slot(name, lock.partition)
+            for one in handlers if one.retrying or any(minute.failed for minute in one.minutes)
+            for name in (one.name, *one.aliases)
+            for lock in one.locks
+        ]  # fmt: skip
+        before = now - self._failing_after
+        found = await self._database.probes.failing(self._namespace, slots, before, MOST_FAILING) if slots else ()
         records = await self._database.stored_notifications.records(self._namespace, found, documents=False)
         failed = sorted(
-            (since, record.sequence, record) for record in records if (since := failing_since(record)) < before
+            (since, record.sequence, record)
+            for record in records
+            if record.attempts and (since := failing_since(record)) < before
         )
-        if not failed:
-            return None
-        since, _, first = failed[0]
-        error = first.errors[-1] if first.errors else {"type": "no error", "message": "is stored"}
-        return Failing(
-            len(failed), since, brief(self._redact(f"{error.get('type')}: {error.get('message')}")),
-            sorted({record.ordering_key for _, _, record in failed if record.ordering_key is not None}),
-        )  # fmt: skip
+
+        def with_failing(handler: HandlerFacts) -> HandlerFacts:
+            ours = [one for one in failed if one[2].handler_name in (handler.name, *handler.aliases)]
+            if not ours:
+                return handler
+            since, _, first = ours[0]
+            error = first.errors[-1] if first.errors else {"type": "no error", "message": "is stored"}
+            keys = sorted({record.ordering_key for _, _, record in ours if record.ordering_key is not None})
+            told = brief(self._redact(f"{error.get('type')}: {error.get('message')}"))
+            return replace(handler, failing=Failing(len(ours), since, told, keys))
+
+        return list(map(with_failing, handlers))
 
     async def _failed_operations(self, now: datetime) -> list[Operation]:
         newest = await self._database.operations.select(self._namespace, _OPERATIONS, None)
@@ -324,13 +334,24 @@ def failing_since(record: NotificationRecord) -> datetime:
     return record.retention_from if first.get("attempt") not in (None, 1) else max(failed, record.retention_from)
 
 
-def _last_seen(subscriptions: Iterable[Announced]) -> dict[str, datetime]:
-    """When a process has last had each stored name."""
+def _gone(subscriptions: Iterable[Announced], instances: Iterable[InstanceFacts], now: datetime) -> set[str]:
+    """The handlers that no process has had for some minutes, while others have a process.
+
+    After a time without any process, the processes that start first say nothing about the others.
+    """
     seen: dict[str, datetime] = {}
     for one in subscriptions:
-        for name in one.names:
-            seen[name] = max(one.last_seen_date, seen.get(name, one.last_seen_date))
-    return seen
+        seen[one.handler_name] = max(one.last_seen_date, seen.get(one.handler_name, one.last_seen_date))
+    started = [one.started for one in instances if one.is_alive]
+    if started and min(started) > now - GONE_AFTER:
+        return set()
+    return {name for name, last in seen.items() if last < max(seen.values()) - GONE_AFTER}
+
+
+def _present(handlers: Sequence[HandlerFacts]) -> list[HandlerFacts]:
+    """The handlers without those that live on under a new name."""
+    names = {alias for one in handlers if not one.is_gone for alias in one.aliases}
+    return [one for one in handlers if not (one.is_gone and one.name in names)]
 
 
 def _unreachable(error: Exception) -> str:

@@ -112,6 +112,10 @@ class RowFacts(Struct, frozen=True, kw_only=True):
         )
 
 
+MOST_FAILING = 20
+"""Up to so many notifications of a stored name are counted that have been failing for long."""
+
+
 class Failing(Struct, frozen=True):
     """Notifications that have been failing for long. Their number is counted up to a bound."""
 

@@ -34,7 +34,8 @@ logger = log_of(__name__)
 
 EVERY = 15.0  # seconds between two evaluations
 LONGEST_CALL = 30.0  # seconds for a notice
-_FOUND_TWICE = ("no_instance",)  # before it is reported: the only process may just be restarting
+_FOUND_TWICE = ("no_instance", "lock_without_holder")  # before it is reported: a process may just be restarting
+_ONLY_IN_MEMORY = ("shard_unreachable",)  # what was sent while the database was away is not in the stored row
 _OF_NOBODY = ""  # no namespace is blank, so these rows of instance_reports are no process's
 
 Key = tuple[str, str | None, str | None, str | None]
@@ -109,8 +110,11 @@ class Notices:
 
     def add(self, stored: list[Notice]) -> None:
         """Take over what the former process has stored."""
-        sent = {key: notice for key, notice in self._open.items() if notice.is_sent}
-        self._open |= {_key(notice.finding): notice for notice in stored} | sent
+        self._open = {
+            key: notice
+            for key, notice in self._open.items()
+            if not notice.is_sent or notice.finding.rule in _ONLY_IN_MEMORY
+        } | {_key(notice.finding): notice for notice in stored}
 
 
 def _key(finding: Finding) -> Key:
@@ -144,13 +148,15 @@ class FindingWatch:
     """Notifies a receiver, as long as this process is the one that notifies it."""
 
     def __init__(
-        self, watched: Watched, receiver: str, deliver: Deliver, *, every: float = EVERY, starts: bool = False
-    ) -> None:
-        """``every``: the seconds between two evaluations. ``starts``: begin even if the database cannot be reached."""
+        self, watched: Watched, receiver: str, deliver: Deliver, *, every: float = EVERY, starts: bool = False,
+        longest: float | None = None,
+    ) -> None:  # fmt: skip
+        """``every``: the seconds between two evaluations. ``starts``: begin even if the database cannot be reached.
+        ``longest``: the seconds for a notice, 30 by default."""
         self._watched, self._database = watched, watched.database
         self._receiver = receiver
         self._deliver = deliver
-        self._every = every
+        self._every, self._longest = every, longest or LONGEST_CALL
         self._lock = LockName(watched.namespace, "lock", f"findings {receiver}")
         self._session: KeySession | None = None
         self._holds = False
@@ -200,7 +206,7 @@ class FindingWatch:
     async def _send(self, notice: Notice) -> None:
         problem: BaseException
         try:
-            async with asyncio.timeout(LONGEST_CALL):
+            async with asyncio.timeout(self._longest):
                 await self._deliver(notice.content)
         except asyncio.CancelledError as error:
             task = asyncio.current_task()

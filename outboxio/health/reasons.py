@@ -148,8 +148,10 @@ _SENTENCES: Mapping[Reason, str] = {
 
 def without_error(reason: str) -> str:
     """The sentence of :func:`explain` without the message of an error, which may quote a payload."""
-    is_error = reason.startswith(("The circuit breaker of", "Not known"))
-    return f"{reason.partition(': ')[0]}." if is_error else reason
+    for words in (" is open: ", "Not known: "):
+        if words in reason:  # also of the notification in front
+            return f"{reason.partition(words)[0]}{words.rstrip(': ')}."
+    return reason
 
 
 def explain(record: NotificationRecord, shard: ShardFacts, head: str = "") -> str:
@@ -163,7 +165,10 @@ def explain(record: NotificationRecord, shard: ShardFacts, head: str = "") -> st
     if record.ordering_key is not None:
         before = f"{head or 'another notification'}, the first of key `{record.ordering_key}`"
     due = record.next_retry_at
-    return _SENTENCES[reason].format(
+    sentence = _SENTENCES[reason]
+    if reason is Reason.RETRY and not record.attempts:  # RetryAfter(count_attempt=False), or a run that did not begin
+        sentence = "Waits for its next attempt at {due}."
+    return sentence.format(
         name=record.handler_name, due=f"{due:%Y-%m-%d %H:%M:%S} UTC", attempts=record.attempts, before=before,
         version=version_awaited(due) if reason is Reason.VERSION else "", type=record.event_type,
         partition=record.partition_number, report=shard.reported("" if handler is None else handler.name),

@@ -14,7 +14,7 @@ from datetime import datetime, timedelta
 from shlex import quote
 
 from outboxio.health.engine import Problem, Rules
-from outboxio.health.facts import JUST_ANNOUNCED, HandlerFacts, ProcessFacts, ShardFacts
+from outboxio.health.facts import JUST_ANNOUNCED, MOST_FAILING, HandlerFacts, ProcessFacts, ShardFacts
 from outboxio.health.reasons import Reason, awaited_versions, counts_of
 from outboxio.health.values import Phase, brief, counted, listed, past, quantity, spoken, waiting
 from outboxio.jobs.job import LATE
@@ -132,7 +132,7 @@ def handler_behind(facts: ShardFacts) -> Iterator[Problem]:
             if handler.lacks_locks:
                 text += " It gets no more partitions: automatic partitions use up their share of the server's locks."
                 fix = "outboxio check"
-            after = max(handler.alert_age, timedelta(seconds=report.max_wait or 0.0))
+            after = handler.alert_age + timedelta(seconds=report.max_wait or 0.0)
             yield Problem(text, handler.name, fix=fix, since=handler.oldest_due, after=after)
 
 
@@ -152,7 +152,7 @@ def failing_long(facts: ShardFacts) -> Iterator[Problem]:
     """A notification has been failing for longer than ``failing_alert_after``, and perhaps its ordering key waits."""
     for handler in facts.handlers:
         if (failing := handler.failing) is not None:
-            fail = f"{quantity(failing.number, 'notification', 100)} of `{handler.name}`"
+            fail = f"{quantity(failing.number, 'notification', MOST_FAILING)} of `{handler.name}`"
             keep = "keeps" if failing.number == 1 else "keep"
             text = f"{fail} {keep} failing, for {spoken(facts.age(failing.since))}: {failing.error}."
             if failing.keys and handler.blocked:

@@ -12,6 +12,7 @@ from outboxio.model.notification import FIRST_DEFERRED
 from outboxio.runs.resting import rest_of
 from outboxio.storage.protocols.operating import Counted, DeadFigures, DueFigures, ParkedKey
 from outboxio.storage.protocols.values import Waiting
+from outboxio.storage.tables import probes as module
 from outboxio.storage.tables.probes import Probes
 from tests.kit.app import Look
 from tests.kit.inside import database_of
@@ -95,6 +96,17 @@ async def test_no_number_is_greater_than_the_bound(probes: Probes, look: Look) -
     assert await probes.undelivered("app", NOW, 4) == {"MoneyDeposited": Waiting(4, EPOCH)}
     assert await probes.blocked("app", ["ordered"], 4) == {"ordered": Counted(4, False)}
     assert await probes.blocked("app", ["ordered"], 10) == {"ordered": Counted(9, True)}
+
+
+async def test_of_many_rows_that_are_due_later_the_share_of_retries_is_estimated(
+    probes: Probes, look: Look, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await insert(look, [PENDING.but(next_retry_at=at(9), state="FAILED") for _ in range(8)])
+    await insert(look, [PENDING.but(next_retry_at=at(99)) for _ in range(8)])
+    assert await probes.due("app", [Slot("ledger")], NOW, MANY) == [DueFigures("ledger", 0, 16, None, retrying=8)]
+    monkeypatch.setattr(module, "SAMPLED", 10)
+    assert await probes.due("app", [Slot("ledger")], NOW, MANY) == [DueFigures("ledger", 0, 16, None, retrying=13)]
+    assert await probes.due("app", [Slot("ledger")], NOW, 2**31 - 1) == [DueFigures("ledger", 0, 16, None, retrying=8)]
 
 
 @needs_partitions

@@ -219,6 +219,44 @@ async def test_rows_under_an_alias_count_once_while_both_versions_run(
     assert await reasons(new) == {"no_owner": 3}
 
 
+async def test_rows_under_a_former_name_have_the_reason_of_its_successor(
+    make_outbox: MakeOutbox, clock: MovableClock
+) -> None:
+    old, new = await make_outbox(clock=clock), await make_outbox(clock=clock)
+    old.handler(MoneyDeposited, name="old")(Journal())
+    new.handler(MoneyDeposited, name="new", aliases={"old"})(Journal())
+    await old.drain()
+    async with old.running(handling=False):
+        await old.executor.execute(Emit((1, 2)))
+        await eventually(lambda: _counts(old, undelivered=0))
+    clock.advance("4m")
+    await new.drain()
+    await new.admin.pause("new")
+    await old.admin.retry([row.id for row in await old.admin.list()])
+    assert await reasons(new) == {"paused": 2}
+    assert [one.handler_name for one in (await fresh_overview(new)).handlers] == ["new"]
+
+
+async def test_the_first_process_after_a_standstill_does_not_miss_the_others(
+    make_outbox: MakeOutbox, clock: MovableClock
+) -> None:
+    mail, ledger = await make_outbox(clock=clock), await make_outbox(clock=clock)
+    mail.handler(MoneyDeposited, name="mail")(Journal())
+    ledger.handler(MoneyDeposited, name="ledger")(Journal())
+    await ledger.drain()
+    async with ledger.running(handling=False):
+        await ledger.executor.execute(Emit((1,)))
+        await eventually(lambda: _counts(ledger, undelivered=0))
+    clock.advance("1h")
+    async with mail.running():
+        await eventually(lambda: _reports_of(mail))
+        assert await reasons(mail, "ledger") == {"no_owner": 1}
+
+
+async def _reports_of(outbox: Outbox) -> bool:
+    return bool((await fresh_overview(outbox)).instances)
+
+
 async def test_an_unknown_handler_is_refused_by_name(outbox: Outbox) -> None:
     with pytest.raises(UnknownHandler, match="mial"):
         await outbox.admin.waiting("mial")

@@ -288,4 +288,7 @@ def test_every_reason_has_words() -> None:
 
 def test_without_the_right_to_payloads_a_reason_has_no_message_of_an_error() -> None:
     assert without_error("The circuit breaker of `mail` is open: secret.") == "The circuit breaker of `mail` is open."
+    behind = "Waits behind `1`, the first of key `k`. That one: The circuit breaker of `mail` is open: secret."
+    assert without_error(behind) == behind.replace(": secret", "")
+    assert without_error("Not known: secret.") == "Not known."
     assert without_error("Due since 12:00 UTC: it waits.") == "Due since 12:00 UTC: it waits."

@@ -94,3 +94,15 @@ def test_since_is_when_a_finding_was_first_seen() -> None:
 def test_a_restart_of_the_only_process_is_not_reported(tell: Tell) -> None:
     assert tell(finding("no_instance")) == tell() == tell(finding("no_instance")) == []
     assert tell(finding("no_instance")) == [("no_instance", False)]
+
+
+def test_who_leads_again_goes_by_what_the_other_process_has_stored() -> None:
+    """Another process has reported the end meanwhile, so it is not reported again, and the next one is new."""
+    notices = Notices()
+    for notice in notices.update(evaluation(finding("new_dead", "mail"), finding("shard_unreachable"))):
+        notices.sent(notice)
+    notices.add([])
+
+    assert [one.finding.rule for one in notices.all] == ["shard_unreachable"]
+    [again] = notices.update(evaluation(finding("new_dead", "mail"), finding("shard_unreachable")))
+    assert (again.finding.rule, again.is_sent) == ("new_dead", False)

@@ -25,6 +25,7 @@ from outboxio.outbox import Outbox
 
 _TIMEOUT = 8.0  # seconds of a request
 _PAUSES = (1.0, 3.0)  # seconds before a further request
+_LONGEST_POST = 600.0  # seconds: posts wait for each other, and each has limits of its own
 _LONGEST_PAUSE = 10.0  # seconds that a busy receiver may ask for; after that, the next evaluation tries again
 _MARKS = {"ok": "\N{LARGE GREEN CIRCLE}", "degraded": "\N{LARGE YELLOW CIRCLE}", "down": "\N{LARGE RED CIRCLE}"}
 _ENDED = "\N{WHITE HEAVY CHECK MARK}"
@@ -82,7 +83,7 @@ class Webhook:
 async def watch(outbox: Outbox, webhook: str, every: float, *, once: bool, as_json: bool) -> Exit:
     """Post findings until a signal comes; with ``once``, evaluate them once, and answer like ``outboxio doctor``."""
     to = Webhook(webhook, outbox, as_json=as_json, is_quiet=once)
-    notifier = finding_watch(outbox, to.receiver, to.post, every=every, starts=True)
+    notifier = finding_watch(outbox, to.receiver, to.post, every=every, starts=True, longest=_LONGEST_POST)
     try:
         return await (_once(outbox, notifier, as_json=as_json) if once else _until_signal(notifier, every))
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from uuid import UUID
@@ -36,6 +37,7 @@ from outboxio.support.text import briefly
 MOST_COUNTED = 10_000
 MOST_GROUPED = 500
 _EXPORTED_AT_ONCE = 500
+_PATIENCE = 1.0  # seconds for the overview, without which a notification is shown all the same
 _MOST_OF_EVENT = 10_000  # notifications: a handler name has at most one
 
 
@@ -190,7 +192,10 @@ class Questions(AdminBase):
 
     async def _reason(self, record: NotificationRecord) -> str:
         try:
-            facts, _ = await self._setup.overviews.read()
+            async with asyncio.timeout(_PATIENCE):
+                facts, _ = await self._setup.overviews.read()
+        except TimeoutError:
+            return f"Not known: the overview was not read within {_PATIENCE:g} s."
         except Exception as error:  # a right is missing: the notification itself is shown all the same
             return f"Not known: {brief(self._redact(str(error)))}"
         shard = next(one for one in facts.shards if one.name == record.shard)

@@ -229,8 +229,8 @@ class ServerDatabase(ABC, Generic[Loop]):
     @property
     def pool_size(self) -> int:
         if self._engine is not None:
-            return self._engine.size or LARGEST_POOL
-        return LARGEST_POOL if self._given is None else self._given.size or LARGEST_POOL
+            return self._engine.size
+        return LARGEST_POOL if self._given is None else self._given.size
 
     async def check_connections(self) -> None:
         """Accept the connections, unless a dialect depends on what the application has installed in them."""
@@ -241,7 +241,7 @@ class ServerDatabase(ABC, Generic[Loop]):
 
     @property
     def handler_transactions(self) -> int:
-        return max(1, self.pool_size // 2)
+        return max(1, (self.pool_size or LARGEST_POOL) // 2)
 
     def most_key_sessions(self, wanted: int) -> int:
         """``wanted``, and at most a quarter of a given pool: the rest is for actions and loops."""

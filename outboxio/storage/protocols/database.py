@@ -144,7 +144,7 @@ class Database(Protocol):
 
     @property
     def pool_size(self) -> int:
-        """The largest number of connections that may be in use for actions and handlers; 0 without a pool."""
+        """The largest number of connections that may be in use for actions and handlers; 0 without a limit."""
         ...
 
     @property

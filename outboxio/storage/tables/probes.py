@@ -18,7 +18,8 @@ from outboxio.storage.statement import Jumps, Port, Query, Text
 
 FAR = timedelta(days=366)
 """A row that is due later than so is probably due by mistake."""
-MOST_LOOKED_AT = 5000
+MOST_LOOKED_AT = 10_000
+SAMPLED, LARGEST_SAMPLED = 500, 10_000
 MICROSECOND = timedelta(microseconds=1)
 
 # --- due rows --------------------------------------------------------------------------------------
@@ -76,19 +77,21 @@ def _range(bounds: str, columns: str, most: str = ":most") -> Text:
     )
 
 
-# Only of the rows that are due later the state is read, which is not in the index.
+# The state is not in the index, so it is read only of some of the rows that are due later.
 COUNT_DUE = Query(
     """
-SELECT :name, d.number, l.number, l.retrying, f.number FROM
+SELECT :name, d.number, l.number, s.number, s.retrying, f.number FROM
   (SELECT count(*) AS number FROM ({due}) c) d,
-  (SELECT count(*) AS number, count(CASE WHEN c.state <> 'PENDING' THEN 1 END) AS retrying FROM ({later}) c) l,
+  (SELECT count(*) AS number FROM ({later}) c) l,
+  (SELECT count(*) AS number, count(CASE WHEN c.state <> 'PENDING' THEN 1 END) AS retrying FROM ({sample}) c) s,
   (SELECT count(*) AS number FROM ({far}) c) f
 """,
-    tuple[str, int, int, int, int],
+    tuple[str, int, int, int, int, int],
     each="name text, partitions int[]",
 ).having(
     due=_range("is_due", "1 AS one"), is_due=_IS_DUE,
-    later=_range("is_later", "n.state"), is_later=_between(":now", ":far"),
+    later=_range("is_later", "1 AS one"), is_later=_between(":now", ":far"),
+    sample=_range("is_later", "n.state", ":sampled"),
     far=_range("is_far", "1 AS one"), is_far=_between(":near", ":first_deferred"),
 )  # fmt: skip
 
@@ -262,7 +265,8 @@ class Probes:
     async def due(self, namespace: str, slots: Sequence[Slot], now: datetime, most: int) -> list[DueFigures]:
         """The figures of the rows in these slots, by stored handler name.
 
-        ``oldest_due`` is exact. Deferred rows do not count.
+        ``oldest_due`` is exact. Deferred rows do not count. With a bound of 10,000 or fewer, ``retrying`` is estimated
+        by the first 500 rows that are due later, if there are more.
         """
         partitions = _partitions_of(slots)
         pairs = [{"name": name, "number": number} for name, numbers in partitions.items() for number in numbers]
@@ -276,22 +280,30 @@ class Probes:
             if name in oldest or (last is not None and last > now)
         ]
         far = now + FAR
-        scope = {"now": now, "near": far - MICROSECOND, "far": far, "first_deferred": FIRST_DEFERRED, "most": most}
+        sampled = min(most, SAMPLED) if most <= LARGEST_SAMPLED else most
+        scope = {
+            "now": now, "near": far - MICROSECOND, "far": far, "first_deferred": FIRST_DEFERRED, "most": most,
+            "sampled": sampled,
+        }  # fmt: skip
         counts = await self._port.fetch_each(COUNT_DUE, counted, namespace=namespace, **scope)
         rows = {row[0]: row for row in counts}
-        found = [rows.get(name, (name, 0, 0, 0, 0)) for name in partitions]
+        found = [rows.get(name, (name, 0, 0, 0, 0, 0)) for name in partitions]
         return [
-            DueFigures(name, due, min(most, later + far), oldest.get(name), retrying=retrying, far=far)
-            for name, due, later, retrying, far in found
-        ]
+            DueFigures(
+                name, due, min(most, later + far), oldest.get(name), far=far,
+                retrying=round(later * retrying / sample) if sample else 0,
+            )
+            for name, due, later, sample, retrying, far in found
+        ]  # fmt: skip
 
     async def failing(self, namespace: str, slots: Sequence[Slot], before: datetime, most: int) -> list[UUID]:
         """Up to ``most`` rows of each stored handler name that have failed, and became due first before a moment.
 
-        Only the first 5,000 rows of a name by due date are looked at, on PostgreSQL of each partition.
+        Only some rows are looked at, those that are due first: about 10,000 of all names together.
         """
         each = [{"name": name, "partitions": partitions} for name, partitions in _partitions_of(slots).items()]
-        scope = {"start": BEGINNING[0], "first_deferred": FIRST_DEFERRED, "among": MOST_LOOKED_AT, "most": most}
+        among = max(most, MOST_LOOKED_AT // max(1, len(each)))
+        scope = {"start": BEGINNING[0], "first_deferred": FIRST_DEFERRED, "among": among, "most": most}
         rows = await self._port.fetch_each(FAILING, each, namespace=namespace, before=before, **scope)
         return [id for _, id in rows]
 
