@@ -413,9 +413,10 @@ def _is_lost(facts: ShardFacts, handler: HandlerFacts) -> bool:
 
 
 def _successor(facts: ShardFacts, gone: HandlerFacts) -> str | None:
-    """A handler with the event types of a handler that no process has: perhaps its new name."""
-    types = set(gone.event_types)
-    return next((one.name for one in facts.handlers if not one.is_gone and types.intersection(one.event_types)), None)
+    """The only handler of the same events as a handler that no process has: perhaps its new name."""
+    events = gone.event_types, gone.topics
+    same = [one.name for one in facts.handlers if not one.is_gone and (one.event_types, one.topics) == events]
+    return same[0] if len(same) == 1 else None
 
 
 def _without_handler(name: str, number: int, successor: str | None = None) -> Problem:

@@ -332,6 +332,12 @@ def test_a_handler_that_is_behind_says_what_holds_its_rows_back(report: dict[str
     assert told(facts) == [("handler_behind", f"`ledger` is behind: oldest due 14 min, 9 waiting{why}.")]
 
 
+def test_of_several_possible_successors_none_is_named() -> None:
+    gone = handler("old", is_gone=True, due=1)
+    [finding] = overview(shard(gone, handler("mail"), handler("new"))).findings
+    assert finding.text.endswith("add `aliases={'old'}` to the handler with its new name.")
+
+
 def test_each_name_without_a_handler_is_a_finding_of_its_own() -> None:
     found = overview(shard(rows={"one": RowFacts(due=1), "two": RowFacts(due=1)})).findings
     assert [(finding.rule, finding.handler) for finding in found] == [("unroutable", "one"), ("unroutable", "two")]
