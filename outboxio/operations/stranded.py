@@ -16,7 +16,7 @@ from datetime import datetime, timedelta
 
 from msgspec import Struct
 
-from outboxio.handlers.options import LONGEST_UNSEEN
+from outboxio.health.facts import GONE_AFTER
 from outboxio.loops.loop import NOTHING, RoundResult
 from outboxio.settings import Settings
 from outboxio.storage.protocols import Database, counts_of, slots_of
@@ -26,7 +26,6 @@ from outboxio.support.log import log_of
 logger = log_of(__name__)
 
 _MOST_NAMED = 3  # handlers of which one may be the successor
-GONE_AFTER = 3 * LONGEST_UNSEEN  # because an announcement may come late, and the next may fail
 
 
 class Stranded(Struct, frozen=True, kw_only=True):

@@ -13,7 +13,8 @@ import pytest
 from outboxio import Outbox, Settings
 from outboxio.cli.commands.status import status
 from outboxio.handlers.options import LONGEST_UNSEEN
-from outboxio.operations.stranded import GONE_AFTER, StrandedWatch
+from outboxio.health.facts import GONE_AFTER
+from outboxio.operations.stranded import StrandedWatch
 from outboxio.testing import MovableClock
 from tests.kit.app import Emit, Journal, Look, MoneyDeposited, WalletOpened, eventually
 from tests.kit.inside import database_of, run_of
