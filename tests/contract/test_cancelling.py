@@ -451,10 +451,10 @@ async def test_an_old_operation_does_not_cancel_a_later_run(make_outbox: MakeOut
         await outbox.executor.execute(Emit((1,)))
         await journal.calls(1)
         record = (await records(outbox))["1"]
-        admin = outbox.admin
-        order = admin._recorder.order("cancel", {"ids": [str(record.id)]}, None, None)  # pyright: ignore[reportPrivateUsage]
-        [one] = admin._shards.chosen(None)  # pyright: ignore[reportPrivateUsage]
-        left = await admin._recorder.begin(order, one, "a process that has died")  # pyright: ignore[reportPrivateUsage]
+        # Private, because no public call leaves the row of a process that has died.
+        recorder, [one] = outbox.admin._recorder, outbox.admin._shards.chosen(None)  # pyright: ignore[reportPrivateUsage]
+        order = recorder.order("cancel", {"ids": [str(record.id)]}, None, None)
+        left = await recorder.begin(order, one, "a process that has died")
         clock.advance(timedelta(seconds=11))
         operation = await cancelled(outbox)
         assert operation.done == 1

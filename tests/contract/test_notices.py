@@ -279,7 +279,7 @@ async def test_an_outbox_without_functions_evaluates_nothing(outbox: Outbox) -> 
 
 async def test_functions_that_cannot_be_called_are_refused(outbox: Outbox) -> None:
     with pytest.raises(RegistrationError, match="expected an async function of a Finding"):
-        outbox.on_finding(lambda finding: None)  # type: ignore[arg-type, return-value]
+        outbox.on_finding(lambda finding: None)  # type: ignore[arg-type, return-value]  # callers may not be typed
 
     async def nothing() -> None: ...
 

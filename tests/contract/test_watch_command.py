@@ -44,7 +44,7 @@ async def once(outbox: Outbox, receiver: Receiver) -> Exit:
 
 def finding(**fields: object) -> Finding:
     given = {"rule": "new_dead", "level": "degraded", "text": "`mail` is <dead> & gone.", "fix": "outboxio dead"}
-    return Finding(**{**given, **fields})  # type: ignore[arg-type]
+    return Finding(**{**given, **fields})  # type: ignore[arg-type]  # the fields have different types
 
 
 async def test_findings_and_their_ends_are_posted_once(
