@@ -10,7 +10,8 @@ import signal
 import struct
 import subprocess
 import termios
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 SERVERS = ("uvicorn", "outboxio worker", "outboxio dashboard")
@@ -66,8 +67,11 @@ class Terminal:
 
     def close(self) -> None:
         asyncio.get_running_loop().remove_reader(self._master)
-        os.close(self._master)  # the kernel tells the shell's session
-        os.killpg(self._shell.pid, signal.SIGKILL)
+        os.close(self._master)
+        # Each job has a process group of its own, and ignores the hangup where the tests run under nohup.
+        for process in _in_session(self._shell.pid):
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
         self._shell.wait()
 
     @property
@@ -91,3 +95,12 @@ class Terminal:
                 return
             await asyncio.sleep(0.05)
         raise AssertionError(f"{reproach}; the terminal shows:\n{self._text[self._seen :]}")
+
+
+def _in_session(leader: int) -> Iterator[int]:
+    """The processes of a session, its leader last. Without /proc only the leader."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(ProcessLookupError):
+            if os.getsid(int(process.name)) == leader != int(process.name):
+                yield int(process.name)
+    yield leader
