@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextvars import ContextVar
 from datetime import datetime
+from functools import reduce
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
-from uuid import UUID
+from uuid import NAMESPACE_OID, UUID, uuid5
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -20,6 +21,7 @@ from outboxio.model.payloads.classes import VERSION_HEADER, AnyEvent, named_by, 
 from outboxio.model.redaction import Redact, keep_all
 from outboxio.support.codec import decode_exactly, decode_object
 from outboxio.support.log import PREFIX, Fields, as_fields, current_trace_id, take_run_fields_from
+from outboxio.support.text import briefly
 from outboxio.telemetry.protocol import NO_TELEMETRY, HandlingTelemetry, carried, headers_in, with_trace
 
 if TYPE_CHECKING:
@@ -70,14 +72,14 @@ class EventEnvelope(Struct, Generic[E_co], eq=False):
     """An event with its context, as one handler receives it.
 
     ``event`` is the decoded event; in a raw handler, the stored JSON of the event. ``event_id`` stays the same over
-    retries and over handlers, so it is the natural idempotency key. ``attempt`` counts the runs of this handler for
+    retries and over handlers; :meth:`idempotency_key` is made of it. ``attempt`` counts the runs of this handler for
     this event from 1. Dates are naive UTC. ``stopping`` is set when the application leaves ``running()``: a long
     handler should end then.
 
     Example::
 
         async def send_receipt(envelope: EventEnvelope[MoneyDeposited]) -> None:
-            await mail.send(envelope.event.wallet_id, idempotency_key=str(envelope.event_id))
+            await mail.send(envelope.event.wallet_id, idempotency_key=str(envelope.idempotency_key("receipt")))
     """
 
     event: E_co
@@ -247,6 +249,18 @@ class EventEnvelope(Struct, Generic[E_co], eq=False):
             raise NoHandlerTransaction(self._row.handler_name)
         return self._tx
 
+    def idempotency_key(self, name: str) -> UUID:
+        """Return the key of one effect of this handler, for a service that carries out a repeated key only once.
+
+        The key is the same in each attempt and process, after a retry or a replay, and for a message delivered again to
+        ``inbox.consume``; other names, handlers and events have others. :class:`ConfigurationError` for a blank name.
+
+        Example::
+
+            await payments.charge(cents, idempotency_key=str(envelope.idempotency_key("charge")))
+        """
+        return _idempotency_key(self, name)
+
     def emit(
         self,
         event: AnyEvent,
@@ -366,6 +380,17 @@ class EventEnvelope(Struct, Generic[E_co], eq=False):
     def __repr__(self) -> str:
         row = self._row
         return f"<EventEnvelope {row.event_type} {row.event_id} for {row.handler_name!r}, attempt {self.attempt}>"
+
+
+def _idempotency_key(envelope: EventEnvelope[Any], name: str) -> UUID:
+    if not isinstance(name, str) or not name.strip():  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not be typed
+        raise ConfigurationError(f"idempotency_key({briefly(name)}): give a name of the effect, such as 'charge'")
+    origin = envelope.event_id
+    if (source := envelope.source) is not None:  # each delivery to inbox.consume has a new event id
+        message = (envelope.namespace, envelope.shard, source, str(envelope.action_params.get("external_id")))
+        origin = reduce(uuid5, message, NAMESPACE_OID)
+    # A row keeps the handler's name under which it was stored, so a rename with an alias changes no key.
+    return reduce(uuid5, (envelope.handler_name, name), origin)
 
 
 def as_bytes(payload: Any) -> bytes:

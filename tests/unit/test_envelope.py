@@ -8,7 +8,7 @@ from uuid import UUID
 import msgspec
 import pytest
 
-from outboxio import Event, EventEnvelope, InvalidEvent, TooManyHops
+from outboxio import ConfigurationError, Event, EventEnvelope, InvalidEvent, TooManyHops
 from outboxio.model.emitter import Cause, Emitter
 from outboxio.model.envelope import HandlerContext
 from outboxio.model.event import EventTypes
@@ -159,3 +159,47 @@ async def test_execute_runs_on_the_events_shard_unless_told_otherwise() -> None:
 
 def test_it_shows_what_it_is() -> None:
     assert repr(envelope()) == f"<EventEnvelope Opened {UUID(int=2)} for 'first', attempt 3>"
+
+
+def received(source: str = "stripe", external_id: str = "evt_1", **row: Any) -> EventEnvelope[Opened]:
+    params = f'{{"source": "{source}", "external_id": "{external_id}"}}'
+    return envelope(action_name="inbox.receive", action_params=params, **row)
+
+
+def test_an_idempotency_key_never_changes() -> None:
+    assert envelope().idempotency_key("charge") == UUID("83c25185-5538-5ebb-85c4-bccf82962d7a")
+    assert received().idempotency_key("charge") == UUID("17e93ce7-9e75-58ed-9b86-e46d3c496e5b")
+
+
+def test_an_idempotency_key_is_the_same_in_each_attempt() -> None:
+    again = envelope(id=UUID(int=99), attempts=8, next_retry_us=0, sequence=9, partition_number=4)
+
+    assert again.idempotency_key("charge") == envelope().idempotency_key("charge")
+
+
+def test_a_message_that_is_delivered_again_keeps_its_idempotency_key() -> None:
+    assert received(event_id=UUID(int=99)).idempotency_key("charge") == received().idempotency_key("charge")
+
+
+def test_idempotency_keys_differ_by_name_handler_and_event() -> None:
+    keys = [
+        envelope().idempotency_key("charge"),
+        envelope().idempotency_key("refund"),
+        envelope().idempotency_key("Charge"),
+        envelope(handler_name="second").idempotency_key("charge"),
+        envelope(event_id=UUID(int=99)).idempotency_key("charge"),
+        envelope(handler_name="first/a").idempotency_key("b"),
+        envelope(handler_name="first").idempotency_key("a/b"),
+        received().idempotency_key("charge"),
+        received("github").idempotency_key("charge"),
+        received(external_id="evt_2").idempotency_key("charge"),
+        received("stripee", "vt_1").idempotency_key("charge"),
+        received(handler_name="second").idempotency_key("charge"),
+    ]
+    assert len(set(keys)) == len(keys)
+
+
+@pytest.mark.parametrize("name", ["", " ", None, 5, b"charge"])
+def test_an_idempotency_key_without_a_name_is_refused(name: Any) -> None:
+    with pytest.raises(ConfigurationError, match="give a name of the effect, such as 'charge'"):
+        envelope().idempotency_key(name)
