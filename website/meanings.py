@@ -14,6 +14,7 @@ REMEDIES = {
     "InterruptedRun": "Look at what the run has done, then retry or skip the notification.",
     "InvalidEvent": "Correct the field that the message names, or keep the message of a broker aside.",
     "InvalidRetryAfter": 'Give seconds, a `timedelta`, text such as `"90s"`, or a `datetime`.',
+    "InvalidSignature": "Answer 401. Check the secret, the clock, and that `body` is the bytes as received.",
     "KeyedLockError": "Call `outbox.lock()` for each block.",
     "LockHeld": "Pass the lock on as an argument, or start the task outside of the block.",
     "LockLost": "Check the work of the block, or do it again under a new lock; `lock.term()` refuses late writers.",

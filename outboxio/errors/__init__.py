@@ -44,6 +44,7 @@ from outboxio.errors.handlers import (
     InterruptedRun,
     InvalidEvent,
     InvalidRetryAfter,
+    InvalidSignature,
     NotBegun,
     RetryAfter,
     ReturnedAsFailed,
@@ -70,7 +71,7 @@ from outboxio.errors.transactions import (
 __all__ = [
     "AmbiguousTypeName", "CancelledByOperator", "CommitUnknown", "ConcurrentUse", "ConfigurationError",
     "CrashedProcess", "DatabaseError", "DatabaseUnavailable", "DrainTimeout", "HandlerFailed", "InterruptedRun",
-    "InvalidEvent", "InvalidRetryAfter", "KeyedLockError", "LockHeld", "LockLost", "LockTimeout",
+    "InvalidEvent", "InvalidRetryAfter", "InvalidSignature", "KeyedLockError", "LockHeld", "LockLost", "LockTimeout",
     "NestedConnection", "NestedExecute", "NoHandlerTransaction", "NoTransaction", "NotBegun", "OtherDatabase",
     "OutboxError", "PoolExhausted", "PoolTooSmall", "PooledConnection", "RegistrationError", "RetryAfter",
     "ReturnedAsFailed", "RightsMissing", "SameDatabase", "SchemaError", "SchemaInUse", "SchemaMissing",

@@ -238,6 +238,18 @@ class InvalidEvent(OutboxError):
         super().__init__(f"{subject}: {reason}")
 
 
+class InvalidSignature(OutboxError):
+    """A webhook was not signed with a secret of yours, or was changed or signed too long ago. Answer 401.
+
+    ``scheme`` is the scheme of the signature, such as ``"stripe"``, ``reason`` the cause, without secrets.
+    """
+
+    def __init__(self, scheme: str, reason: str) -> None:
+        self.scheme = scheme
+        self.reason = reason
+        super().__init__(f"webhook refused, scheme {scheme}: {reason}")
+
+
 class AmbiguousTypeName(InvalidEvent):
     """Two different classes share an event type name."""
 
