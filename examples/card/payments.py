@@ -48,7 +48,7 @@ def idempotent(database: str, cards: CardService) -> Outbox:
     @outbox.handler(OrderPlaced, name="charge")
     async def charge(envelope: EventEnvelope[OrderPlaced]) -> None:
         order = envelope.event
-        await cards.charge(order.cents, key=f"charge/{envelope.event_id}")
+        await cards.charge(order.cents, key=str(envelope.idempotency_key("charge")))
         async with outbox.transaction("MarkPaid") as tx:
             await tx.execute("INSERT INTO payments (order_id) VALUES ($1) ON CONFLICT DO NOTHING", order.order_id)
 

@@ -24,10 +24,10 @@ def payments_service(database: str, bank: Bank) -> Outbox:
     outbox = Outbox(database, namespace="payments")
 
     # ordered: the cancellation of an order waits until the bank has answered whether the order is paid.
-    # The event id is the same in each attempt, so the bank recognises a call that a crash has repeated.
+    # The key is the same in each attempt, so the bank recognises a call that a crash has repeated.
     @outbox.handler(OrderPlaced, OrderCancelled, name="bank", ordered=True, timeout="10s", retry=soon)
     async def call_bank(envelope: EventEnvelope[OrderPlaced | OrderCancelled]) -> None:
-        event, key = envelope.event, str(envelope.event_id)
+        event, key = envelope.event, str(envelope.idempotency_key("move-money"))
         if isinstance(event, OrderCancelled):
             if cents := await bank.refund(key, event.order):
                 envelope.emit(PaymentRefunded(event.order, cents), model_id=event.order)
