@@ -247,7 +247,7 @@ class InvalidSignature(OutboxError):
     def __init__(self, scheme: str, reason: str) -> None:
         self.scheme = scheme
         self.reason = reason
-        super().__init__(f"webhook refused, scheme {scheme}: {reason}")
+        super().__init__(f"invalid webhook signature, scheme {scheme!r}: {reason}")
 
 
 class AmbiguousTypeName(InvalidEvent):

@@ -34,7 +34,7 @@ class Charges:
             raise TimeoutError
 
 
-async def test_a_retry_and_a_replay_in_another_process_keep_the_key(
+async def test_a_retry_or_replay_elsewhere_keeps_the_key(
     outbox: Outbox, make_outbox: MakeOutbox, clock: MovableClock
 ) -> None:
     charges, restarted = Charges(failures=1), await make_outbox(clock=clock)
@@ -68,7 +68,7 @@ async def test_a_rename_with_an_alias_keeps_the_key(
     assert len(set(charges.keys)) == 1
 
 
-async def test_each_handler_and_each_event_of_a_batch_has_a_key_of_its_own(outbox: Outbox) -> None:
+async def test_handlers_and_events_of_a_batch_have_different_keys(outbox: Outbox) -> None:
     single, batch = Charges(), Charges(failures=1)
     outbox.handler(MoneyDeposited, name="bank")(single)
     outbox.handler(MoneyDeposited, name="shop", batch=Batch(size=10))(batch)
