@@ -33,6 +33,8 @@ _SAME_SCHEMES = {
     "postgresql+asyncpg": "postgresql",
     "mysql+aiomysql": "mysql",
     "mariadb+aiomysql": "mariadb",
+    "mysql+asyncmy": "mysql",  # but outboxio connects with aiomysql
+    "mariadb+asyncmy": "mariadb",
     "sqlite+aiosqlite": "sqlite",
 }
 
@@ -130,8 +132,9 @@ def _from_engine(name: str, source: object, direct_url: str | None, access: Acce
             from outboxio.storage.postgres.database import PostgresDatabase
 
             return PostgresDatabase(name, engine, direct_url, **access)
-        case (("mysql" | "mariadb"), "aiomysql"):
-            from outboxio.storage.mysql.database import MysqlDatabase
+        case (("mysql" | "mariadb"), ("aiomysql" | "asyncmy")):
+            with _driver_of(name, "mysql"):
+                from outboxio.storage.mysql.database import MysqlDatabase
 
             return MysqlDatabase(name, engine, direct_url, **access)
         case "sqlite", "aiosqlite":
@@ -147,7 +150,7 @@ def _from_engine(name: str, source: object, direct_url: str | None, access: Acce
             pass
     raise ConfigurationError(
         f"shard {name!r} is an engine of {engine.dialect}+{engine.driver}; outboxio works with engines of "
-        "postgresql+asyncpg, mysql+aiomysql, mariadb+aiomysql and sqlite+aiosqlite"
+        "postgresql+asyncpg, mysql+aiomysql, mysql+asyncmy, mariadb+aiomysql, mariadb+asyncmy and sqlite+aiosqlite"
     )
 
 

@@ -23,7 +23,8 @@ from outboxio import ConfigurationError, NoTransaction, Outbox
 from outboxio.sync import Producer
 from tests.kit import mysql
 from tests.kit.app import Look, WalletOpened
-from tests.kit.orm import Base, Noted, Order, async_url
+from tests.kit.opened_by import engine_url
+from tests.kit.orm import Base, Noted, Order
 
 pytestmark = [pytest.mark.with_tables, pytest.mark.one_of_family]
 
@@ -67,7 +68,7 @@ async def asynchronous(url: str) -> AsyncIterator[list[Any]]:
                 given.append(stack.enter_context(closing(sqlite3.connect(path_of(url), **options))))
                 given.append(await stack.enter_async_context(aiosqlite.connect(path_of(url), **options)))
         for options in ENGINES[driver]:
-            engine = create_async_engine(async_url(url), **options)
+            engine = create_async_engine(engine_url(url), **options)
             stack.push_async_callback(engine.dispose)
             given.append(await stack.enter_async_context(AsyncSession(engine)))
             given.append(await stack.enter_async_context(engine.connect()))
@@ -130,7 +131,7 @@ async def test_a_producer_refuses_connections_in_autocommit(outbox: Outbox, look
 
 async def test_the_commit_of_a_bound_session_in_autocommit_fails(outbox: Outbox, look: Look, database_url: str) -> None:
     for number, options in enumerate(ENGINES[look.driver], 1):
-        engine: AsyncEngine = create_async_engine(async_url(database_url), **options)
+        engine: AsyncEngine = create_async_engine(engine_url(database_url), **options)
         async with engine.begin() as connection:
             await connection.run_sync(Base.metadata.create_all)
         async with AsyncSession(engine) as session:
@@ -145,7 +146,7 @@ async def test_the_commit_of_a_bound_session_in_autocommit_fails(outbox: Outbox,
 async def test_an_engine_in_autocommit_runs_no_action(look: Look, database_url: str) -> None:
     """But on MySQL, and on SQLite below Python 3.12, outboxio begins the transaction by a statement, which works."""
     for options in ENGINES[look.driver]:
-        engine = create_async_engine(async_url(database_url), **options)
+        engine = create_async_engine(engine_url(database_url), **options)
         async with Outbox(engine, namespace="app") as outbox:
             try:
                 async with outbox.transaction("Open") as tx:

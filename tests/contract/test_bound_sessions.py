@@ -14,7 +14,8 @@ from sqlalchemy.orm import Session
 from outboxio import ConfigurationError, EventEnvelope, OtherDatabase, Outbox, Settings
 from outboxio.sync import Producer
 from tests.kit.app import Journal, Look, MoneyDeposited
-from tests.kit.orm import Noted, Order, a_sessionmaker, async_url
+from tests.kit.opened_by import engine_url
+from tests.kit.orm import Noted, Order, a_sessionmaker
 from tests.kit.probes import MakeOutbox, written
 
 pytestmark = pytest.mark.one_of_family
@@ -164,7 +165,7 @@ async def test_a_commit_on_a_different_database_is_refused(database_url: str, se
 
 
 async def test_a_session_without_a_default_engine_is_refused_at_its_first_use(sqlite_url: str) -> None:
-    engine, blocking = create_async_engine(async_url(sqlite_url)), create_engine(sqlite_url)
+    engine, blocking = create_async_engine(engine_url(sqlite_url)), create_engine(sqlite_url)
     maker = async_sessionmaker(binds={Order: engine})
     refused = pytest.raises(ConfigurationError, match=r"no default engine.*async_sessionmaker\(engine, binds=")
     async with Outbox(sqlite_url, namespace="app") as outbox, maker() as session:
@@ -191,7 +192,7 @@ async def test_a_session_joined_to_a_transaction_that_is_rolled_back_leaves_no_r
     outbox: Outbox, look: Look, database_url: str, maker: Maker
 ) -> None:
     """The recipe of SQLAlchemy for tests: each test within a transaction that is rolled back."""
-    engine = create_async_engine(async_url(database_url))
+    engine = create_async_engine(engine_url(database_url))
     try:
         async with engine.connect() as connection:
             outer = await connection.begin()

@@ -368,13 +368,14 @@ outbox = Outbox(sys.argv[1], namespace="app")
 from sqlalchemy import event, text
 from sqlalchemy.ext.asyncio import async_session, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import Session
-from tests.kit.orm import Order, async_url
+from tests.kit.opened_by import engine_url
+from tests.kit.orm import Order
 
 def listener(session, *_):
     outbox.bind(async_session(session)).emit(Noted("a"))
 
 async def main():
-    engine = create_async_engine(async_url(sys.argv[1]))
+    engine = create_async_engine(engine_url(sys.argv[1]))
     async with async_sessionmaker(engine)() as session:
         session.add(Order(id=1))
         event.listen(Session, "before_flush", listener)

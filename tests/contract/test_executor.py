@@ -155,7 +155,7 @@ async def test_a_failed_statement_fails_the_action_with_the_drivers_own_error(ou
     with pytest.raises(Exception, match=r"(?i)unique|duplicate") as caught:
         await outbox.executor.execute(doing(twice))
 
-    assert type(caught.value).__module__.partition(".")[0] in ("asyncpg", "pymysql", "sqlite3")
+    assert type(caught.value).__module__.partition(".")[0] in ("asyncpg", "pymysql", "asyncmy", "sqlite3")
     assert await balances(look) == []
 
 

@@ -39,6 +39,7 @@ from outboxio import (
 from outboxio.testing import MovableClock
 from tests.kit import mysql
 from tests.kit.app import Emit, Journal, Look, MoneyDeposited, WalletOpened
+from tests.kit.opened_by import engine_url
 from tests.kit.probes import MakeOutbox, balances, statements_on, written
 
 pytestmark = pytest.mark.with_tables
@@ -164,9 +165,7 @@ async def aiosqlite_connection(url: str) -> AsyncIterator[HandlerInvoker]:
 
 
 def engine_of(url: str) -> AsyncEngine:
-    driver = {"postgresql": "asyncpg", "mysql": "aiomysql", "mariadb": "aiomysql", "sqlite": "aiosqlite"}
-    scheme, rest = url.split(":", 1)
-    return create_async_engine(f"{scheme}:{rest}" if "+" in scheme else f"{scheme}+{driver[scheme]}:{rest}")
+    return create_async_engine(engine_url(url))
 
 
 @asynccontextmanager

@@ -15,7 +15,8 @@ from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session, async_ses
 
 from outboxio import ConfigurationError, InvalidEvent, NoTransaction, Outbox, TransactionError
 from tests.kit.app import Look
-from tests.kit.orm import Noted, Order, a_sessionmaker, async_url
+from tests.kit.opened_by import engine_url
+from tests.kit.orm import Noted, Order, a_sessionmaker
 from tests.kit.probes import written
 
 Maker = async_sessionmaker[AsyncSession]
@@ -178,7 +179,7 @@ async def test_a_refused_event_leaves_the_session_as_it_is(outbox: Outbox, look:
 
 
 async def test_other_sessions_are_refused_with_the_remedy(outbox: Outbox, maker: Maker, sqlite_url: str) -> None:
-    engine = create_async_engine(async_url(sqlite_url))
+    engine = create_async_engine(engine_url(sqlite_url))
     try:
         async with maker() as session, engine.connect() as connection, Outbox(sqlite_url, namespace="second") as second:
             outbox.bind(session)

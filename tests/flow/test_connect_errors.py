@@ -17,7 +17,7 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from outboxio import DatabaseUnavailable, Outbox
 from tests.kit import mysql
 from tests.kit.forked import fork
-from tests.kit.orm import async_url
+from tests.kit.opened_by import engine_url
 from tests.kit.refusing import refusing_server
 
 ROOT = Path(__file__).parents[2]
@@ -49,7 +49,7 @@ async def opened(kind: str, url: str) -> AsyncGenerator[Outbox]:
         async with Outbox(url, namespace="shop") as outbox:
             yield outbox
     elif kind == "engine":
-        engine = create_async_engine(async_url(url))
+        engine = create_async_engine(engine_url(url))
         async with Outbox(engine, namespace="shop") as outbox:
             yield outbox
         await engine.dispose()
@@ -137,7 +137,7 @@ def directory(tmp_path: Path) -> Path:
 
 
 async def run(directory: Path, url: str, *arguments: str) -> tuple[int | None, str, str]:
-    environ = {**os.environ, "APP_DATABASE": async_url(url)}
+    environ = {**os.environ, "APP_DATABASE": engine_url(url)}
     process = await fork("outboxio.cli", *arguments, folder=directory, environ=environ, with_stderr=True)
     out, err = await process.communicate()
     return process.returncode, out.decode(), err.decode()

@@ -1,5 +1,7 @@
 """A switch: ``OUTBOXIO_TEST_OPENED_BY=engine`` opens every outbox by an engine of SQLAlchemy over the same URL.
 
+``OUTBOXIO_TEST_OPENED_BY=asyncmy`` does the same, and all engines of the tests are over this driver where they can be.
+
 The processes that tests start import this module, so it does not import pytest, which would be a third of their start.
 """
 
@@ -13,21 +15,23 @@ from outboxio.storage import Shard, open_database
 
 SIZE = 20  # connections, as many as outboxio's own pool has
 
-BY_ENGINE = os.environ.get("OUTBOXIO_TEST_OPENED_BY") == "engine"
+OPENED_BY = os.environ.get("OUTBOXIO_TEST_OPENED_BY")
+BY_ENGINE = OPENED_BY is not None
 
+_OF_MYSQL = "asyncmy" if OPENED_BY == "asyncmy" else "aiomysql"
 _DRIVERS = {
     "postgres": "postgresql+asyncpg",
     "postgresql": "postgresql+asyncpg",
-    "mysql": "mysql+aiomysql",
-    "mariadb": "mariadb+aiomysql",
+    "mysql": f"mysql+{_OF_MYSQL}",
+    "mariadb": f"mariadb+{_OF_MYSQL}",
     "sqlite": "sqlite+aiosqlite",
 }
 
 
 def engine_url(url: str) -> str:
-    """The URL of outboxio as a URL of SQLAlchemy."""
+    """The URL of outboxio as a URL of SQLAlchemy. A URL that names its driver is one already."""
     scheme, _, rest = url.partition(":")
-    return f"{_DRIVERS[scheme]}:{rest}"
+    return url if "+" in scheme else f"{_DRIVERS[scheme]}:{rest}"
 
 
 def open_by_engine(name: str, source: Any, **access: Any) -> Any:

@@ -12,8 +12,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, MappedAsDataclass, mapped_co
 
 from outboxio import Event
 from outboxio.integrations.sqlalchemy import RaisesEvents
-
-_DRIVERS = {"postgresql": "asyncpg", "mysql": "aiomysql", "mariadb": "aiomysql", "sqlite": "aiosqlite"}
+from tests.kit.opened_by import engine_url
 
 
 class Noted(Event):
@@ -47,15 +46,10 @@ class Line(MappedAsDataclass, RaisesEvents, Base, kw_only=True):
     number: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
 
 
-def async_url(url: str) -> str:
-    scheme, rest = url.split(":", 1)
-    return url if "+" in scheme else f"{scheme}+{_DRIVERS[scheme]}:{rest}"
-
-
 @asynccontextmanager
 async def a_sessionmaker(url: str) -> AsyncIterator[async_sessionmaker[AsyncSession]]:
     """A sessionmaker on the test's database, which has the tables of this module."""
-    engine: AsyncEngine = create_async_engine(async_url(url))
+    engine: AsyncEngine = create_async_engine(engine_url(url))
     try:
         async with engine.begin() as connection:
             await connection.run_sync(Base.metadata.create_all)

@@ -18,13 +18,13 @@ from typing import Any
 from urllib.parse import urlsplit
 from uuid import UUID
 
-import aiomysql
 import aiosqlite
 import asyncpg
 from pymysql.constants import COMMAND
 
 from outboxio import Action, Outbox, Transaction
 from outboxio.model.action import Retries
+from outboxio.storage.mysql.driver import is_connection
 from outboxio.storage.mysql.session import IS_OPEN, RELEASE_SAVEPOINT, SET_SAVEPOINT
 from tests.kit import mysql
 from tests.kit.app import Look
@@ -91,7 +91,7 @@ def statements_on(connection: Any) -> list[str]:
         set_up: Any = connection
         told = asyncio.get_running_loop().create_future()
         set_up._tx.put_nowait((told, partial(set_up._conn.set_trace_callback, note)))
-    elif isinstance(connection, aiomysql.Connection):
+    elif is_connection(connection):
         _tap(connection, note)
     else:
         connection.add_query_logger(lambda record: note(record.query))
@@ -121,7 +121,7 @@ def _tap(connection: Any, note: Callable[[str], None]) -> None:
 async def directly(tx: Transaction, statement: str) -> None:
     """Run a statement on the driver's own connection, behind the back of ``tx``."""
     connection = tx.connection
-    if isinstance(connection, aiomysql.Connection):
+    if is_connection(connection):
         await mysql.fetch(connection, statement)
         return
     result = connection.execute(statement)
@@ -199,7 +199,7 @@ async def open_transaction(look: Look) -> AsyncIterator[tuple[Any, Callable[[], 
 
 async def run_on(connection: Any, statement: str) -> None:
     """Run a statement on a connection of `open_transaction`."""
-    if isinstance(connection, aiomysql.Connection):
+    if is_connection(connection):
         await mysql.fetch(connection, statement)
     else:
         await connection.execute(statement)

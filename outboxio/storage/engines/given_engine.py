@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import cached_property
@@ -37,7 +38,7 @@ class GivenEngine:
         guard: EventLoopGuard,
         limits: Limits,
     ) -> None:
-        self._shard = shard
+        self.shard = shard
         self._engine = engine
         self._maker = maker
         self._guard = guard
@@ -102,6 +103,30 @@ class GivenEngine:
                 await heeding_cancellation(connection.start(), _close)
         return Unit(connection, self._maker), Unit.close
 
+    def connect_options(self, *, listens: bool = False) -> dict[str, Any]:
+        """The arguments of the driver's ``connect``: the options of the URL and of ``connect_args``.
+
+        ``listens``: listeners to ``do_connect`` may change them, as for a password that expires. This needs a greenlet
+        of SQLAlchemy. Raises :class:`ConfigurationError` if the engine connects without arguments.
+        """
+        pool, dialect = self._engine.pool, self._engine.sync_engine.dialect
+        creator: Any = pool._creator  # pyright: ignore[reportPrivateUsage]  # connect_args are only in its closure
+        found = inspect.getclosurevars(creator).nonlocals if inspect.isfunction(creator) else {}
+        if "cparams" not in found:
+            raise self.refusal("creator, async_creator or pool", "it has no options to connect with")
+        options = dict(found["cparams"])
+        for listener in dialect.dispatch.do_connect if listens else ():
+            if listener(dialect, None, [], options) is not None:
+                raise self.refusal("a listener to do_connect that connects", "it has no options to connect with")
+        return options
+
+    def refusal(self, option: str, why: str) -> ConfigurationError:
+        """The error for an engine whose options cannot be the options of the connections of the loops."""
+        return ConfigurationError(
+            f"shard {self.shard!r} is an engine over {self.driver} with {option}, but its loops connect with another "
+            f"driver: {why}; give the loops a URL, as in Shard(engine, direct_url='{self.dialect}://...')"
+        )
+
     async def open(self) -> Any:
         """Open a connection of the driver, in any event loop, as the engine opens the connections of its pool."""
         from sqlalchemy.util import greenlet_spawn
@@ -125,14 +150,14 @@ class GivenEngine:
         except (TimeoutError, exc.TimeoutError) as error:
             found = self._occupancy()
             if isinstance(error, TimeoutError) and (not found.size or found.in_use < found.size):
-                raise DatabaseUnavailable(self._shard, self.place, "it opened no connection in time") from error
+                raise DatabaseUnavailable(self.shard, self.place, "it opened no connection in time") from error
             raise PoolExhausted(
-                self._shard, self.place, size=found.size, in_use=found.in_use, held=None,
+                self.shard, self.place, size=found.size, in_use=found.in_use, held=None,
                 timeout=self._limits.pool_timeout,
             ) from error  # fmt: skip
         except self._connect_errors as error:
             reason = error.orig if isinstance(error, exc.DBAPIError) else error
-            raise DatabaseUnavailable(self._shard, self.place, str(reason) or type(reason).__name__) from error
+            raise DatabaseUnavailable(self.shard, self.place, str(reason) or type(reason).__name__) from error
 
     @cached_property
     def _connect_errors(self) -> tuple[type[Exception], ...]:

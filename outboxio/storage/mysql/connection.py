@@ -1,4 +1,4 @@
-"""The connection of a loop, and how statements run on any connection of aiomysql."""
+"""The connection of a loop, and how statements run on any connection of aiomysql or asyncmy."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ async def send(connection: Any, server: Server, *messages: bytes) -> None:
     for message in messages:
         server.unanswered.begin(connection, server.give_up)
         try:
-            await connection.query(message)
+            await driver.query(connection, message)
             await driver.read_all(connection)
         finally:
             server.unanswered.end(connection)

@@ -42,7 +42,7 @@ from outboxio.storage.mysql.ordering import MysqlOrdering, MysqlProbes
 from outboxio.storage.mysql.port import MysqlPort
 from outboxio.storage.mysql.schema import MysqlSchema
 from outboxio.storage.mysql.session import MysqlSession, give_back
-from outboxio.storage.mysql.url import connect_arguments, dialect_of, where
+from outboxio.storage.mysql.url import arguments_of_engine, connect_arguments, dialect_of, url_of, where
 from outboxio.storage.tables import Tables
 from outboxio.storage.tables.walks import Bounds
 from outboxio.support.aio import heeding_cancellation, to_the_end
@@ -135,6 +135,12 @@ class MysqlDatabase(ServerDatabase[LoopConnection], Tables):
         urls = {url for url in (source, direct_url) if isinstance(url, str)}
         self._arguments = {url: connect_arguments(name, url) for url in urls}
         """The arguments of the driver's ``connect``, by URL."""
+        self._loops_of_engine: str | None = None
+        """The key of the arguments that come from an engine whose driver is not that of the loops."""
+        if isinstance(source, GivenEngine) and source.driver != driver.NAME and direct_url is None:
+            arguments = arguments_of_engine(source, source.connect_options())
+            direct_url = self._loops_of_engine = url_of(source.dialect, arguments)
+            self._arguments[direct_url] = arguments
         flavour = MYSQL  # until the server of a given pool has greeted
         if isinstance(source, str | GivenEngine):
             flavour = FLAVOURS[source.dialect if isinstance(source, GivenEngine) else dialect_of(source)]
@@ -246,6 +252,11 @@ class MysqlDatabase(ServerDatabase[LoopConnection], Tables):
         return seconds
 
     async def _connect_to_ask(self, url: str) -> Any:
+        if url == self._loops_of_engine and self._engine is not None:
+            from sqlalchemy.util import greenlet_spawn
+
+            options = await greenlet_spawn(self._engine.connect_options, listens=True)
+            self._arguments[url] = arguments_of_engine(self._engine, options)
         return await self._open(self._arguments[url])
 
     def _give_up(self, connection: Any) -> None:
@@ -299,7 +310,7 @@ class MysqlDatabase(ServerDatabase[LoopConnection], Tables):
             return await self._greeted(connection, hang_up)
         if url is None:
             return await self._take_given()
-        connection = await self._reaching(url, lambda: self._open(self._arguments[url]))
+        connection = await self._reaching(url, lambda: self._connect_to_ask(url))
         await self._reaching(url, lambda: self._get_to_know(connection, self._loop_watch))
         return connection
 

@@ -2,21 +2,27 @@
 
 ``pyproject.toml`` caps the version of aiomysql, because private attributes are used: ``_writer``, ``_reader``,
 ``_result``, ``_rows`` and a few more. A test in ``tests/contract/test_mysql_storage.py`` fails where a new version
-renames such an attribute. Decision 14 says why aiomysql is the only driver.
+renames such an attribute. Decision 14 says why outboxio opens its own connections with aiomysql alone.
+
+Engines of the application may have connections of asyncmy, a fork of aiomysql with a core in C. The functions of a
+connection that outboxio has not opened itself work for both drivers.
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
+import sys
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from typing import Any
 
 # Neither package has types or stubs. The imports are plain, so that import-linter sees who imports a driver.
 import aiomysql as _aiomysql  # type: ignore[import-untyped]  # pyright: ignore[reportMissingTypeStubs]
 import pymysql as _pymysql  # type: ignore[import-untyped]  # pyright: ignore[reportMissingModuleSource]
 
+NAME = "aiomysql"
 FOUND_ROWS = 1 << 1  # capability of the protocol: an UPDATE counts the rows that match, changed or not
 _TLS = 1 << 11  # capability of the protocol: the server speaks TLS
 _NO_TLS = (2026, "TLS is required (ssl_mode), and the server has none")
@@ -44,29 +50,42 @@ class QuietCursor(Cursor):  # type: ignore[misc]  # the driver has no types
         pass
 
 
-class _OwnTypesCursor(QuietCursor):
-    """The same on a connection with converters of the application (``conv``, ``use_unicode``).
+class _OwnTypes:
+    """For a connection with converters of the application (``conv``, ``use_unicode``): as :class:`QuietCursor`.
 
     Results have the driver's own types: JSON is text, for example.
     """
 
+    connection: Any
+    mogrify: Any
+
     async def execute(self, query: Any, args: Any = None) -> Any:
         with _own_types(self.connection):
-            return await super().execute(query, args)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]  # the driver has no types
+            # With the values filled in, asyncmy prepares no statement, as its option stmt_cache_size would have it.
+            return await super().execute(self.mogrify(query, args))  # type: ignore[misc]  # of the cursor
 
     async def nextset(self) -> Any:
         with _own_types(self.connection):
-            return await super().nextset()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]  # the driver has no types
+            return await super().nextset()  # type: ignore[misc]  # of the cursor
+
+    async def _show_warnings(self, conn: Any) -> None:
+        pass
+
+
+class _OwnTypesCursor(_OwnTypes, Cursor):  # type: ignore[misc]  # the driver has no types
+    pass
 
 
 @contextmanager
 def _own_types(connection: Any) -> Generator[None]:
-    given = connection.decoders, connection.use_unicode
-    connection.decoders, connection.use_unicode = _CONVERTERS, True
+    prefix = "" if isinstance(connection, Connection) else "_"  # of the same attributes of asyncmy
+    own = {f"{prefix}decoders": _CONVERTERS, f"{prefix}use_unicode": True}
+    given = {name: getattr(connection, name) for name in own}
+    vars(connection).update(own)
     try:
         yield
     finally:
-        connection.decoders, connection.use_unicode = given
+        vars(connection).update(given)
 
 
 class _OurConnection(Connection):  # type: ignore[misc]  # the driver has no types
@@ -92,8 +111,29 @@ class _OurConnection(Connection):  # type: ignore[misc]  # the driver has no typ
 class _UnreadResult:
     """A result with more results behind: aiomysql reads all results before the next statement goes out."""
 
+    is_unread = has_next = True
     unbuffered_active = False
-    has_next = True
+
+
+@cache
+def _classes_of_asyncmy() -> tuple[Any, Any, Any]:
+    """The cursor of asyncmy, the cursor of our own statements, and the unread result. Imports asyncmy."""
+    from asyncmy import connection, cursors
+
+    driver: Any = cursors
+    result: Any = connection
+
+    class OwnTypesCursor(_OwnTypes, driver.Cursor):  # type: ignore[misc]  # what is not public has no types
+        pass
+
+    class UnreadResult(result.MySQLResult):  # type: ignore[misc]  # as above
+        is_unread = True
+
+        def __init__(self, connection: Any) -> None:
+            super().__init__(connection)
+            self.has_next = True
+
+    return driver.Cursor, OwnTypesCursor, UnreadResult
 
 
 # Code that looks at the module of a connection's class finds aiomysql, as with a connection that aiomysql made.
@@ -102,13 +142,16 @@ _OurConnection.__module__ = Connection.__module__
 
 def character_set(connection: Any) -> str:
     """The character set of a connection. ``utf8`` is a different one in older versions of PyMySQL."""
-    name: str = connection.charset
-    return _UTF8 if name == "utf8" else name
+    name: str = connection.character_set_name()
+    return _UTF8 if name == "utf8" and isinstance(connection, Connection) else name
 
 
 def is_connection(candidate: Any) -> bool:
-    """True for a connection of aiomysql, opened by outboxio or by the application."""
-    return isinstance(candidate, Connection)
+    """True for a connection of aiomysql or asyncmy, opened by outboxio or by the application."""
+    if isinstance(candidate, Connection):
+        return True
+    asyncmy = sys.modules.get("asyncmy.connection")  # whoever has such a connection has imported its driver
+    return asyncmy is not None and isinstance(candidate, asyncmy.Connection)
 
 
 async def connect(**arguments: Any) -> Any:
@@ -127,6 +170,8 @@ async def connect(**arguments: Any) -> Any:
 
 def is_closed(connection: Any) -> bool:
     """True if the connection is of no use any more: closed here, or by the server."""
+    if not isinstance(connection, Connection):
+        return bool(connection._stream_broken or not connection.connected)
     # The pool of aiomysql looks at the same attributes.
     if connection.closed:
         return True
@@ -135,11 +180,16 @@ def is_closed(connection: Any) -> bool:
 
 
 def transport(connection: Any) -> asyncio.WriteTransport | None:
+    if not isinstance(connection, Connection):
+        found: asyncio.WriteTransport | None = connection._transport
+        return found
     return None if connection._writer is None else connection._writer.transport
 
 
 def reads(connection: Any) -> object | None:
     """The future with which the driver waits for more bytes, new for each wait; ``None`` while it does not wait."""
+    if not isinstance(connection, Connection):
+        return None if connection._proto is None else connection._proto._read_waiter
     reader = connection._reader
     return None if reader is None else reader._waiter
 
@@ -156,13 +206,31 @@ def send_ahead(connection: Any, message: bytes) -> None:
     Does nothing on a connection that is lost: the next statement raises the error.
     """
     if not is_closed(connection):
+        is_ours = isinstance(connection, Connection)
         connection._write_bytes(_packet(_QUERY + message))
-        connection._next_seq_id, connection._result = 1, _UnreadResult()
+        connection._result = _UnreadResult() if is_ours else _classes_of_asyncmy()[2](connection)
+        connection._next_seq_id = 1
 
 
 def has_unread(connection: Any) -> bool:
     """True if answers to :func:`send_ahead` are still to be read."""
-    return isinstance(connection._result, _UnreadResult)
+    return getattr(connection._result, "is_unread", False)
+
+
+async def query(connection: Any, message: bytes) -> None:
+    """Send a message, and read the answer to its first statement."""
+    if not isinstance(connection, Connection):
+        refuse_second_reader(connection)
+    await connection.query(message)
+
+
+def refuse_second_reader(connection: Any) -> None:
+    """Raise :class:`RuntimeError` while another task waits for an answer, as aiomysql does.
+
+    asyncmy would give the answer to the second task, and let the first task wait without limit.
+    """
+    if reads(connection) is not None:
+        raise RuntimeError("another task waits for an answer on this connection")
 
 
 def _packet(command: bytes) -> bytes:
@@ -171,6 +239,9 @@ def _packet(command: bytes) -> bytes:
 
 def cursor(connection: Any, kind: type[Any]) -> Any:
     """A cursor of class ``Cursor`` or ``QuietCursor``."""
+    if not isinstance(connection, Connection):
+        refuse_second_reader(connection)
+        return connection.cursor(_classes_of_asyncmy()[kind is QuietCursor])
     if kind is QuietCursor and not (connection.decoders is _CONVERTERS and connection.use_unicode):
         kind = _OwnTypesCursor
     # ``connection.cursor()`` of aiomysql would make a future for the cursor.

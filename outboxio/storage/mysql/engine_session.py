@@ -1,4 +1,4 @@
-"""A transaction on a connection of aiomysql out of an engine of SQLAlchemy, which ends the transaction."""
+"""A transaction on a connection out of an engine of SQLAlchemy, which ends the transaction."""
 
 from __future__ import annotations
 
@@ -53,6 +53,7 @@ class UnitSession(MysqlSession):
         super().discard()
 
     async def _end(self) -> None:
+        driver.refuse_second_reader(self._connection)
         self._server.unanswered.begin(self._connection, self._server.give_up)
         try:
             await self._unit.commit()

@@ -37,7 +37,7 @@ _UNREACHABLE = {
     1184, 1203, 1226, 1317, 1927, 2002, 2003, 2006, 2012, 2013, 2014, 2055, 3168, 3169, 4031,
 }  # fmt: skip
 
-_MODULE = "pymysql.err"
+_MODULES = ("pymysql.err", "asyncmy.errors")  # of aiomysql, and of asyncmy in an engine of the application
 
 
 def number(error: BaseException) -> int | None:
@@ -89,4 +89,4 @@ def _is_out_of_step(error: BaseException) -> bool:
 
 def _is(error: BaseException, *kinds: str) -> bool:
     """True for an error of the driver with any of these class names. The driver need not be installed."""
-    return any(kind.__name__ in kinds and kind.__module__ == _MODULE for kind in type(error).__mro__)
+    return any(kind.__name__ in kinds and kind.__module__ in _MODULES for kind in type(error).__mro__)

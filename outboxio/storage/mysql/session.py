@@ -1,4 +1,4 @@
-"""A transaction of the application, on a connection of aiomysql."""
+"""A transaction of the application, on a connection of aiomysql or asyncmy."""
 
 from __future__ import annotations
 

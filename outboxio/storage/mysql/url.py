@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import ssl
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from outboxio.errors import ConfigurationError
 
+if TYPE_CHECKING:
+    from outboxio.storage.engines.given_engine import GivenEngine
+
 DEFAULT_PORT = 3306
 OPTIONS = ("unix_socket", "ssl_mode", "ssl_ca", "ssl_cert", "ssl_key", "connect_timeout")
+# Of asyncmy, as the arguments of aiomysql are named, but for database.
+_ENGINE_OPTIONS = (
+    "user", "password", "host", "port", "db", "database", "unix_socket", "connect_timeout", "init_command",
+    "program_name", "server_public_key",
+)  # fmt: skip
+# These change statements and results. The connections of loops have their own settings.
+_OPTIONS_OF_RESULTS = (
+    "charset", "use_unicode", "conv", "client_flag", "cursor_cls", "autocommit", "sql_mode", "echo", "query_callback",
+    "stmt_cache_size", "local_infile", "max_allowed_packet", "read_timeout", "binary_prefix",
+)  # fmt: skip
 SSL_MODES = ("DISABLED", "REQUIRED", "VERIFY_CA", "VERIFY_IDENTITY")
 
 
@@ -44,6 +57,39 @@ def connect_arguments(shard: str, url: str) -> dict[str, Any]:
         arguments["connect_timeout"] = _seconds(shard, options["connect_timeout"])
     context = _ssl_context(shard, options)
     return arguments if context is None else {**arguments, "ssl": context}
+
+
+def arguments_of_engine(engine: GivenEngine, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of aiomysql's ``connect`` for the options of an engine over asyncmy.
+
+    Raises :class:`ConfigurationError` for an option that aiomysql does not have.
+    """
+    arguments: dict[str, Any] = {}
+    for name, value in options.items():
+        if name == "ssl" and value:
+            arguments[name] = value if isinstance(value, ssl.SSLContext) else _context_of_engine(engine, value)
+        elif name in _ENGINE_OPTIONS and value:
+            arguments["db" if name == "database" else name] = value
+        elif name not in (*_OPTIONS_OF_RESULTS, *_ENGINE_OPTIONS, "ssl") and value is not None:
+            raise engine.refusal(f"the option {name}", "aiomysql has no such option")
+    return arguments
+
+
+def url_of(dialect: str, arguments: Mapping[str, Any]) -> str:
+    """A URL without user and password, to name the place in errors."""
+    host, socket = arguments.get("host", "localhost"), arguments.get("unix_socket")
+    place = "" if socket else f"{host}:{arguments.get('port', DEFAULT_PORT)}"
+    return f"{dialect}://{place}/{arguments.get('db', '')}" + (f"?unix_socket={socket}" if socket else "")
+
+
+def _context_of_engine(engine: GivenEngine, options: Any) -> ssl.SSLContext | None:
+    """The TLS context as asyncmy makes it of ``ssl=True``, or of the options of a dict."""
+    given: dict[str, Any] = {} if options is True else dict(options)
+    checks_host = given.pop("check_hostname", True)
+    mode = "REQUIRED" if "ca" not in given else "VERIFY_IDENTITY" if checks_host else "VERIFY_CA"
+    if unknown := given.keys() - {"ca", "cert", "key"}:
+        raise engine.refusal(f"the TLS options {', '.join(sorted(unknown))}", "give an ssl.SSLContext in connect_args")
+    return _ssl_context(engine.shard, {"ssl_mode": mode, **{f"ssl_{name}": text for name, text in given.items()}})
 
 
 def dialect_of(url: str) -> str:
