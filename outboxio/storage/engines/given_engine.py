@@ -113,18 +113,18 @@ class GivenEngine:
         creator: Any = pool._creator  # pyright: ignore[reportPrivateUsage]  # connect_args are only in its closure
         found = inspect.getclosurevars(creator).nonlocals if inspect.isfunction(creator) else {}
         if "cparams" not in found:
-            raise self.refusal("creator, async_creator or pool", "it has no options to connect with")
+            raise self.refusal("creator, async_creator or pool")
         options = dict(found["cparams"])
         for listener in dialect.dispatch.do_connect if listens else ():
             if listener(dialect, None, [], options) is not None:
-                raise self.refusal("a listener to do_connect that connects", "it has no options to connect with")
+                raise self.refusal("a listener to do_connect that connects")
         return options
 
-    def refusal(self, option: str, why: str) -> ConfigurationError:
-        """The error for an engine whose options cannot be the options of the connections of the loops."""
+    def refusal(self, option: str) -> ConfigurationError:
+        """The error for an engine with an option that the loops cannot have, because they use another driver."""
         return ConfigurationError(
-            f"shard {self.shard!r} is an engine over {self.driver} with {option}, but its loops connect with another "
-            f"driver: {why}; give the loops a URL, as in Shard(engine, direct_url='{self.dialect}://...')"
+            f"shard {self.shard!r} is an engine over {self.driver} with {option}, which its loops cannot use, because "
+            f"they connect with another driver. Give the loops a URL, as in Shard(engine, direct_url='{self.dialect}://...')"
         )
 
     async def open(self) -> Any:

@@ -62,7 +62,7 @@ def connect_arguments(shard: str, url: str) -> dict[str, Any]:
 def arguments_of_engine(engine: GivenEngine, options: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of aiomysql's ``connect`` for the options of an engine over asyncmy.
 
-    Raises :class:`ConfigurationError` for an option that aiomysql does not have.
+    Raises :class:`ConfigurationError` for an option that aiomysql does not have, or reads in another way.
     """
     arguments: dict[str, Any] = {}
     for name, value in options.items():
@@ -71,7 +71,7 @@ def arguments_of_engine(engine: GivenEngine, options: Mapping[str, Any]) -> dict
         elif name in _ENGINE_OPTIONS and value:
             arguments["db" if name == "database" else name] = value
         elif name not in (*_OPTIONS_OF_RESULTS, *_ENGINE_OPTIONS, "ssl") and value is not None:
-            raise engine.refusal(f"the option {name}", "aiomysql has no such option")
+            raise engine.refusal(f"the option {name}")
     return arguments
 
 
@@ -88,7 +88,7 @@ def _context_of_engine(engine: GivenEngine, options: Any) -> ssl.SSLContext | No
     checks_host = given.pop("check_hostname", True)
     mode = "REQUIRED" if "ca" not in given else "VERIFY_IDENTITY" if checks_host else "VERIFY_CA"
     if unknown := given.keys() - {"ca", "cert", "key"}:
-        raise engine.refusal(f"the TLS options {', '.join(sorted(unknown))}", "give an ssl.SSLContext in connect_args")
+        raise engine.refusal(f"the TLS options {', '.join(sorted(unknown))} (an ssl.SSLContext may have them)")
     return _ssl_context(engine.shard, {"ssl_mode": mode, **{f"ssl_{name}": text for name, text in given.items()}})
 
 
