@@ -10,11 +10,11 @@ from typing import Any
 from urllib.parse import urlsplit
 from uuid import uuid4
 
-import aiomysql
 import asyncpg
 import pytest
 
 from outboxio import DatabaseUnavailable, Outbox, Settings
+from tests.kit import mysql
 from tests.kit.app import Emit, Journal, MoneyDeposited
 from tests.kit.fragile import breakable
 from tests.kit.leaks import Leaks
@@ -23,7 +23,9 @@ from tests.kit.proxy import proxy_to
 pytestmark = pytest.mark.with_tables
 
 Call = Callable[[Outbox], Awaitable[Any]]
-DRIVER_ERRORS = (asyncpg.PostgresError, asyncpg.InterfaceError, aiomysql.Error, sqlite3.OperationalError, OSError)
+DRIVER_ERRORS = (
+    asyncpg.PostgresError, asyncpg.InterfaceError, *mysql.DRIVER_ERRORS, sqlite3.OperationalError, OSError,
+)  # fmt: skip
 
 QUIET = Settings(notify=False)
 """A wake-up of the first call is sent later, and would be cut in place of the second call."""

@@ -9,6 +9,10 @@ from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import aiomysql
+import asyncmy.errors
+
+#: The errors of the driver that outboxio uses, and of asyncmy in an engine.
+DRIVER_ERRORS = (aiomysql.MySQLError, asyncmy.errors.MySQLError)
 
 SCHEMES = frozenset({"mysql", "mariadb"})
 

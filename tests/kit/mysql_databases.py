@@ -22,7 +22,7 @@ T = TypeVar("T")
 EVENTLOG = "eventlog"
 MANY = 50
 
-ERRORS = (OSError, TimeoutError, aiomysql.Error)
+ERRORS = (OSError, TimeoutError, *mysql.DRIVER_ERRORS)
 
 
 async def drop(connection: aiomysql.Connection, *names: str) -> None:

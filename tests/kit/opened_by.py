@@ -18,12 +18,13 @@ SIZE = 20  # connections, as many as outboxio's own pool has
 OPENED_BY = os.environ.get("OUTBOXIO_TEST_OPENED_BY")
 BY_ENGINE = OPENED_BY is not None
 
-_OF_MYSQL = "asyncmy" if OPENED_BY == "asyncmy" else "aiomysql"
+#: The driver of engines on MySQL and MariaDB.
+OF_MYSQL = "asyncmy" if OPENED_BY == "asyncmy" else "aiomysql"
 _DRIVERS = {
     "postgres": "postgresql+asyncpg",
     "postgresql": "postgresql+asyncpg",
-    "mysql": f"mysql+{_OF_MYSQL}",
-    "mariadb": f"mariadb+{_OF_MYSQL}",
+    "mysql": f"mysql+{OF_MYSQL}",
+    "mariadb": f"mariadb+{OF_MYSQL}",
     "sqlite": "sqlite+aiosqlite",
 }
 

@@ -7,7 +7,6 @@ from contextlib import asynccontextmanager
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-import aiomysql
 import asyncpg
 from asyncpg.exceptions import InternalClientError
 
@@ -151,7 +150,7 @@ class PostgresActs:
 class MysqlActs:
     """MySQL and MariaDB."""
 
-    cut = (CommitUnknown, DatabaseUnavailable, aiomysql.Error, OSError)
+    cut = (CommitUnknown, DatabaseUnavailable, *mysql.DRIVER_ERRORS, OSError)
     lock_words = b"GET_LOCK"
     hang_up = "KILL CONNECTION_ID()"
     size_option = "maxsize"
