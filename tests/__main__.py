@@ -39,10 +39,15 @@ class Part:
     environ: Mapping[str, str] = field(default_factory=dict)
 
 
-def by_engine(dialect: str) -> Part:
+WRITING = ("executor", "transaction", "delivery", "inbox")
+#: What an application does with an engine. ``test_engines_over_asyncmy.py`` has the differences of both servers.
+ON_ENGINES = ("sqlalchemy_session", "transaction", "record")
+
+
+def by_engine(dialect: str, opened_by: str = "engine", names: Sequence[str] = WRITING) -> Part:
     """Writing, delivery and inbox once more, with outboxes opened by an engine of SQLAlchemy."""
-    files = [f"tests/contract/test_{name}.py" for name in ("executor", "transaction", "delivery", "inbox")]
-    return Part(f"{dialect} by engine", dialect, files, {"OUTBOXIO_TEST_OPENED_BY": "engine"})
+    files = [f"tests/contract/test_{name}.py" for name in names]
+    return Part(f"{dialect} by {opened_by}", dialect, files, {"OUTBOXIO_TEST_OPENED_BY": opened_by})
 
 
 def ignored(*folders: str) -> list[str]:
@@ -77,6 +82,7 @@ PARTS = [
     Part("rules", "sqlite", ["-m", "not database", *(f"tests/{folder}" for folder in RULES)]),
     by_engine("postgres"),
     by_engine("mariadb"),
+    by_engine("mariadb", "asyncmy", ON_ENGINES),
     by_engine("sqlite"),
 ]
 #: Parts that run at the same time, for each core.

@@ -60,7 +60,7 @@ class Recording:
     ) -> UUID:
         """Write outbox rows inside a transaction that the application has open. Returns the action's id.
 
-        ``connection``: an asyncpg or aiomysql connection, a ``sqlite3`` or ``aiosqlite`` connection, or a
+        ``connection``: an asyncpg, aiomysql or asyncmy connection, a ``sqlite3`` or ``aiosqlite`` connection, or a
         SQLAlchemy ``AsyncSession`` or ``AsyncConnection``. The application commits, and may call
         :meth:`wake` after its commit; otherwise the loops find the events by polling. The other
         parameters are those of ``tx.emit``, for all ``events``.

@@ -146,7 +146,14 @@ _DRIVERS: dict[str, Callable[[Any], SyncConnection]] = {
     "pymysql.connections.Connection": _Pymysql,
     "sqlite3.Connection": _Sqlite,
 }
-_ASYNCHRONOUS = ("asyncpg.", "aiomysql.", "aiosqlite.", "psycopg.AsyncConnection", "sqlalchemy.ext.asyncio.")
+_ASYNCHRONOUS = (
+    "asyncpg.",
+    "aiomysql.",
+    "asyncmy.",
+    "aiosqlite.",
+    "psycopg.AsyncConnection",
+    "sqlalchemy.ext.asyncio.",
+)
 
 
 def synchronous(connection: object) -> SyncConnection:

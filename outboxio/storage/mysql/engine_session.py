@@ -42,8 +42,9 @@ class UnitSession(MysqlSession):
 
     async def rollback(self) -> None:
         self._is_to_begin = False
-        # A task that the action left behind would take the answer of ROLLBACK, or lose its own.
-        if driver.reads(self._connection) is not None or driver.is_closed(self._connection):
+        # A task that the action left behind would take the answer of ROLLBACK, or lose its own answer.
+        is_running = self._is_running or driver.reads(self._connection) is not None
+        if is_running or driver.is_closed(self._connection):
             self.discard()
         else:
             async with asyncio.timeout(ENDING_TIMEOUT):
