@@ -111,10 +111,10 @@ class GivenEngine:
         """
         pool, dialect = self._engine.pool, self._engine.sync_engine.dialect
         creator: Any = pool._creator  # pyright: ignore[reportPrivateUsage]  # connect_args are only in its closure
-        found = inspect.getclosurevars(creator).nonlocals if inspect.isfunction(creator) else {}
+        found: Any = inspect.getclosurevars(creator).nonlocals if inspect.isfunction(creator) else {}
         if "cparams" not in found:
             raise self.refusal("creator, async_creator or pool")
-        options = dict(found["cparams"])
+        options: dict[str, Any] = dict(found["cparams"])
         for listener in dialect.dispatch.do_connect if listens else ():
             if listener(dialect, None, [], options) is not None:
                 raise self.refusal("a listener to do_connect that connects")

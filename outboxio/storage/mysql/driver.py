@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import re
-import sys
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 # Neither package has types or stubs. The imports are plain, so that import-linter sees who imports a driver.
 import aiomysql as _aiomysql  # type: ignore[import-untyped]  # pyright: ignore[reportMissingTypeStubs]
@@ -80,12 +79,13 @@ class _OwnTypesCursor(_OwnTypes, Cursor):  # type: ignore[misc]  # the driver ha
 def _own_types(connection: Any) -> Generator[None]:
     prefix = "" if isinstance(connection, Connection) else "_"  # of the same attributes of asyncmy
     own = {f"{prefix}decoders": _CONVERTERS, f"{prefix}use_unicode": True}
-    given = {name: getattr(connection, name) for name in own}
-    vars(connection).update(own)
+    attributes: dict[str, Any] = vars(connection)
+    given = {name: attributes[name] for name in own}
+    attributes.update(own)
     try:
         yield
     finally:
-        vars(connection).update(given)
+        attributes.update(given)
 
 
 class _OurConnection(Connection):  # type: ignore[misc]  # the driver has no types
@@ -120,20 +120,9 @@ def _classes_of_asyncmy() -> tuple[Any, Any, Any]:
     """The cursor of asyncmy, the cursor of our own statements, and the unread result. Imports asyncmy."""
     from asyncmy import connection, cursors
 
-    driver: Any = cursors
-    result: Any = connection
-
-    class OwnTypesCursor(_OwnTypes, driver.Cursor):  # type: ignore[misc]  # what is not public has no types
-        pass
-
-    class UnreadResult(result.MySQLResult):  # type: ignore[misc]  # as above
-        is_unread = True
-
-        def __init__(self, connection: Any) -> None:
-            super().__init__(connection)
-            self.has_next = True
-
-    return driver.Cursor, OwnTypesCursor, UnreadResult
+    cursor, result = cast(Any, cursors).Cursor, cast(Any, connection).MySQLResult  # not in the types of the driver
+    own_types = type("OwnTypesCursor", (_OwnTypes, cursor), {})
+    return cursor, own_types, type("UnreadResult", (result,), {"is_unread": True})
 
 
 # Code that looks at the module of a connection's class finds aiomysql, as with a connection that aiomysql made.
@@ -148,10 +137,8 @@ def character_set(connection: Any) -> str:
 
 def is_connection(candidate: Any) -> bool:
     """True for a connection of aiomysql or asyncmy, opened by outboxio or by the application."""
-    if isinstance(candidate, Connection):
-        return True
-    asyncmy = sys.modules.get("asyncmy.connection")  # whoever has such a connection has imported its driver
-    return asyncmy is not None and isinstance(candidate, asyncmy.Connection)
+    kinds = type(candidate).__mro__  # asyncmy need not be installed
+    return isinstance(candidate, Connection) or any(kind.__module__ == "asyncmy.connection" for kind in kinds)
 
 
 async def connect(**arguments: Any) -> Any:
@@ -180,10 +167,8 @@ def is_closed(connection: Any) -> bool:
 
 
 def transport(connection: Any) -> asyncio.WriteTransport | None:
-    if not isinstance(connection, Connection):
-        found: asyncio.WriteTransport | None = connection._transport
-        return found
-    return None if connection._writer is None else connection._writer.transport
+    writer = connection._writer if isinstance(connection, Connection) else connection._proto
+    return None if writer is None else writer.transport
 
 
 def reads(connection: Any) -> object | None:
@@ -206,10 +191,11 @@ def send_ahead(connection: Any, message: bytes) -> None:
     Does nothing on a connection that is lost: the next statement raises the error.
     """
     if not is_closed(connection):
-        is_ours = isinstance(connection, Connection)
         connection._write_bytes(_packet(_QUERY + message))
-        connection._result = _UnreadResult() if is_ours else _classes_of_asyncmy()[2](connection)
-        connection._next_seq_id = 1
+        is_aiomysql = isinstance(connection, Connection)
+        result = _UnreadResult() if is_aiomysql else _classes_of_asyncmy()[2](connection)
+        result.has_next = True
+        connection._next_seq_id, connection._result = 1, result
 
 
 def has_unread(connection: Any) -> bool:
