@@ -79,7 +79,7 @@ class _OwnTypesCursor(_OwnTypes, Cursor):  # type: ignore[misc]  # the driver ha
 def _own_types(connection: Any) -> Generator[None]:
     prefix = "" if isinstance(connection, Connection) else "_"  # of the same attributes of asyncmy
     own = {f"{prefix}decoders": _CONVERTERS, f"{prefix}use_unicode": True}
-    attributes: dict[str, Any] = vars(connection)
+    attributes = cast("dict[str, Any]", vars(connection))
     given = {name: attributes[name] for name in own}
     attributes.update(own)
     try:
