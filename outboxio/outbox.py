@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 from outboxio.actions.executor import ActionExecutor, refuse_in_transaction
 from outboxio.actions.reading import Connection, connected
+from outboxio.catalogue.publishing import Publishing
 from outboxio.errors import ConfigurationError
 from outboxio.handlers.finding_hooks import FindingHooks
 from outboxio.handlers.options import DeadHook, checked_hook
@@ -53,7 +54,7 @@ __all__ = ["Drained", "Outbox"]
 logger = log_of(__name__)
 
 
-class Outbox(Registration, JobRegistration, FindingHooks, Recording, Locking):
+class Outbox(Registration, JobRegistration, FindingHooks, Recording, Locking, Publishing):
     """Commits an application's own rows together with the events that the rows cause, and runs the handlers afterwards.
 
     ``database``: a URL (``postgresql://``, ``mysql://``, ``mariadb://``, ``sqlite:///file.db``, ``sqlite://`` in

@@ -88,7 +88,7 @@ def given_id(text: str) -> UUID:
         return UUID(text)
     except ValueError:
         raise TargetError(
-            f"{briefly(text)} is no id; expected a UUID, as outboxio list, events and operations show it"
+            f"{briefly(text)} is no id; expected a UUID, as outboxio list, list-events and operations show it"
         ) from None
 
 

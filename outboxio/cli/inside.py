@@ -11,7 +11,7 @@ from outboxio.errors import UnknownHandler
 from outboxio.handlers.handler import Handler
 from outboxio.health.notices import Deliver, FindingWatch
 from outboxio.health.values import Health
-from outboxio.model.event import Event, type_name, with_subclasses
+from outboxio.model.event import Event, EventTypes, type_name, with_subclasses
 from outboxio.operations.admin import Admin
 from outboxio.operations.arguments import GivenTypes, given_handler
 from outboxio.outbox import Drained, Outbox
@@ -52,6 +52,10 @@ def run_only(outbox: Outbox, names: Sequence[str]) -> None:
 
 def handlers_to_run(outbox: Outbox) -> Sequence[Handler]:
     return outbox._handlers.to_run
+
+
+def registered_types(outbox: Outbox) -> EventTypes:
+    return outbox._types
 
 
 def types_of(outbox: Outbox) -> Mapping[str, type]:

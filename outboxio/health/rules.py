@@ -279,7 +279,7 @@ def delayed_long(facts: ShardFacts) -> Iterator[Problem]:
             yield Problem(f"{far} delayed for more than a year: `outboxio retry ID` runs one now.", handler.name)
 
 
-@RULES.add("outboxio events", see=("events", "See the events"))
+@RULES.add("outboxio list-events", see=("events", "See the events"))
 def event_without_handler(facts: ShardFacts) -> Iterator[Problem]:
     """Events wait that no handler wants."""
     if not facts.handlers or (any(handler.topics for handler in facts.handlers) and _is_fanout_unheld(facts)):

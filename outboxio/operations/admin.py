@@ -32,8 +32,8 @@ class Admin(
     """Questions and orders about all notifications of a namespace, on all shards unless ``shard`` names a shard.
 
     - Look: ``overview``, ``count``, ``list``, ``groups``, ``inspect``, ``export``, ``events``, ``event``,
-      ``documents``, ``states``, ``tree``, ``actions``, ``handlers``, ``history``, ``keys``, ``stranded``, ``counts``,
-      ``waiting``.
+      ``documents``, ``emitters``, ``states``, ``tree``, ``actions``, ``handlers``, ``history``, ``keys``,
+      ``stranded``, ``counts``, ``waiting``.
     - Mend: ``retry``, ``skip``, ``cancel``, ``resume``, ``replay``, ``backfill``, ``pause``, ``unpause``.
     - Keep house: ``partitions``, ``instances``, ``locks``, ``purge``, ``unsubscribe``.
     - Jobs: ``jobs``, ``job``, ``pause_job``, ``unpause_job``, ``run_job_now``, ``remove_job``.

@@ -7,17 +7,19 @@ from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
 import typer
+from msgspec.structs import replace
 
 from outboxio.cli.answer import Exit, answer
 from outboxio.cli.choice import Choice, given_id
-from outboxio.cli.commands import cluster, glance, notifications, rows
+from outboxio.cli.commands import catalogue, cluster, glance, notifications, rows
 from outboxio.cli.commands import describe as describe_command
 from outboxio.cli.commands import jobs as jobs_command
 from outboxio.cli.commands import status as status_command
+from outboxio.cli.commands.catalogue import Catalogue, RowsOf
 from outboxio.cli.commands.operations import Manner
 from outboxio.cli.lines.tables import seconds, whole
 from outboxio.cli.options import Common, Options, Target, command
-from outboxio.cli.target import TargetError, opened
+from outboxio.cli.target import Named, TargetError, opened
 
 PANEL = "Looking"
 
@@ -43,7 +45,9 @@ def add_to(app: typer.Typer) -> None:
     )
     command(app, example="dead --since 24h", rich_help_panel=PANEL)(dead)
     command(app, example="show 0198c0de-0000-7000-8000-000000000000 --tree", rich_help_panel=PANEL)(show)
-    command(app, example="events --type MoneyDeposited --limit 20", rich_help_panel=PANEL)(events)
+    command(app, "list-events", example="list-events --type MoneyDeposited --limit 20", rich_help_panel=PANEL)(
+        list_events
+    )
     command(app, example="tail --follow --handler receipt", rich_help_panel=PANEL)(tail)
     command(app, example="keys", rich_help_panel=PANEL)(keys)
     command(app, example="instances", rich_help_panel=PANEL)(instances)
@@ -54,6 +58,7 @@ def add_to(app: typer.Typer) -> None:
     command(app, example="export --handler receipt --output dead.ndjson", rich_help_panel=PANEL)(export)
     command(app, example="health --port 8080 --live", rich_help_panel=PANEL)(health)
     command(app, example="describe app.main:outbox", rich_help_panel=PANEL)(describe)
+    command(app, example="events app.main:outbox --check events.lock.json", rich_help_panel=PANEL)(events)
 
 
 def _look(
@@ -236,9 +241,28 @@ def show(
     answer(work, as_json=common.json, verbose=common.verbose)
 
 
-def events(common: Common, choice: Choice, target: Target = None, limit: Limit = 50, after: After = None) -> None:
-    """List events, the newest first. States, handlers and errors belong to notifications, and do not count."""
+def list_events(common: Common, choice: Choice, target: Target = None, limit: Limit = 50, after: After = None) -> None:
+    """List stored events, the newest first. States, handlers and errors belong to notifications, and do not count."""
     _look(common, target, notifications.events, choice, limit, after)
+
+
+def events(common: RowsOf, given: Catalogue, target: Target = None) -> None:
+    """List the event types of your code: version, handlers, relays. Checks changes against a lock file.
+
+    Reads no database without --database, with which it also names the actions that emit the events.
+    """
+
+    async def work() -> Exit:
+        given.refuse_contradiction()
+        code = replace(common, database=None, namespace=None).named(target)
+        if code.url is not None:
+            raise TargetError("event types are in your code: name it, as in app.main:outbox; rows: list-events")
+        async with opened(code) as outbox:
+            url = None if common.database is None else Named(common.database, common.namespace or outbox.namespace)
+            rows = None if url is None else opened(replace(url, needs_rows=True))
+            return await catalogue.events(outbox, given, rows, as_json=common.json)
+
+    answer(work, as_json=common.json, verbose=common.verbose)
 
 
 def tail(

@@ -143,6 +143,20 @@ class Relay(EventHandler[Any]):
         assert self._destination is not None, "a subclass implements the method, or gives destination="
         return self._destination(message)
 
+    def address_of(self, event_type: str, namespace: str) -> str | None:
+        """The destination of an event type for the catalogue: parts that differ by event are in braces.
+
+        ``None`` if a function of the application decides, and needs a real event.
+        """
+        message = Message(
+            id="{event_id}", type=event_type, source=f"/{namespace}", subject="{model_id}", key="{key}",
+            time=datetime.min, data=b"{}", attributes={"modeltype": "{model_type}"},
+        )  # fmt: skip
+        try:
+            return self._encode(message).destination or self.destination_of(message)
+        except Exception:  # of a function that the application gave
+            return None
+
     @property
     def is_up(self) -> bool:
         """True if the connection is open, as far as the client knows."""

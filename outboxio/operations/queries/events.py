@@ -9,7 +9,7 @@ from uuid import UUID
 import msgspec
 
 from outboxio.model.notification import DOCUMENTS, shown_document
-from outboxio.model.operating.groups import Filter
+from outboxio.model.operating.groups import Filter, Search
 from outboxio.model.operating.operation import EventTree, Page, StoredEvent, TreeNode
 from outboxio.model.redaction import Redact, redacted_document, redacted_text
 from outboxio.operations.arguments import given_id, given_ids, given_limit
@@ -19,6 +19,7 @@ from outboxio.storage.protocols import Database, EventSummary, Found
 from outboxio.support.codec import made_from
 
 MOST_NODES = 200
+_PAGE, _PAGES = 500, 4  # events that ``emitters`` looks at
 _HIGHEST = 1_000  # causes above an event that are followed
 
 
@@ -124,6 +125,26 @@ class EventQuestions(AdminBase):
         return {
             name: redacted_text(bytes(text).decode(), self._redact) for name, text in raw.items() if text is not None
         }
+
+    async def emitters(self, *, shard: str | None = None) -> dict[str, list[str]]:
+        """The actions that have emitted events, by event type: among the newest 2,000 events of each shard.
+
+        Example::
+
+            await outbox.admin.emitters()  # {"OrderPlaced": ["PlaceOrder"], "OrderPaid": ["PayOrder"]}
+        """
+        found: dict[str, set[str]] = {}
+        for database in self._shards.databases(shard):
+            place: UUID | None = None
+            for _ in range(_PAGES):
+                page = await database.event_search.newest(self._namespace, Search(), _PAGE, place, documents=False)
+                for row in page.rows:
+                    if row.event_type is not None:
+                        found.setdefault(row.event_type, set()).add(row.action_name)
+                place = page.next
+                if place is None:
+                    break
+        return {name: sorted(actions) for name, actions in sorted(found.items())}
 
     # --- inside ----------------------------------------------------------------------------------
 

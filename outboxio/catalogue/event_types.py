@@ -1,0 +1,99 @@
+"""The event types of an outbox: schema, examples, versions, and who handles or relays the events."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from msgspec import Struct
+
+from outboxio.catalogue.schemas import Schema, examples_of, schema_of
+from outboxio.handlers.handler import Handler
+from outboxio.model.event import EventTypes, type_name, type_names, upcasters_of, version_of
+from outboxio.model.payloads.classes import AnyEvent
+
+
+class Relaying(Struct, frozen=True):
+    """A relay of an event type."""
+
+    handler: str
+    address: str | None
+    """The topic, subject, routing key or stream; ``None`` if each event decides."""
+
+
+class EventType(Struct, frozen=True, kw_only=True):
+    """An event type of an outbox, as the code here has it."""
+
+    name: str
+    aliases: tuple[str, ...] = ()
+    version: int = 1
+    upcasts: tuple[int, ...] = ()
+    """The versions that have an upcaster."""
+    description: str | None = None
+    schema: Schema | None = None
+    """The JSON Schema of the version; ``None`` for a type without a class here."""
+    examples: tuple[dict[str, Any], ...] = ()
+    handlers: tuple[str, ...] = ()
+    relays: tuple[Relaying, ...] = ()
+    emitted_by: tuple[str, ...] = ()
+    """The actions that have emitted such events, as far as they were looked for."""
+
+
+def classes_of(handlers: Iterable[Handler], types: EventTypes) -> dict[str, type[AnyEvent]]:
+    """The event classes that an outbox knows, by type name: those of its handlers, and those it registered."""
+    known = {cls for handler in handlers for cls in handler.accepts()} | set(types)
+    return {type_name(cls): cls for cls in sorted(known, key=lambda cls: (cls.__module__, cls.__qualname__))}
+
+
+def event_types(
+    handlers: Iterable[Handler], types: EventTypes, namespace: str, emitted_by: Mapping[str, Iterable[str]]
+) -> list[EventType]:
+    """The event types of an outbox by name: those with a class, and those that code names by their stored names."""
+    registry = list(handlers)
+    classes = classes_of(registry, types)
+    stored = {name: cls for cls in classes.values() for name in type_names(cls)}
+    wanted: dict[str, list[Handler]] = {name: [] for name in classes}
+    for handler in registry:
+        names = {*map(type_name, handler.accepts()), *handler.type_names}
+        for name in {type_name(stored[name]) if name in stored else name for name in names}:
+            wanted.setdefault(name, []).append(handler)
+    return [
+        _described(name, classes.get(name), wanted[name], namespace, emitted_by) for name in sorted(wanted)
+    ]  # fmt: skip
+
+
+def _described(
+    name: str,
+    cls: Any,
+    handlers: Iterable[Handler],
+    namespace: str,
+    emitted_by: Mapping[str, Iterable[str]],
+) -> EventType:
+    names = {name} if cls is None else type_names(cls)
+    relays, plain = list[Relaying](), list[str]()
+    for handler in handlers:
+        if handler.options.relay:
+            relays.append(Relaying(handler.name, _address(handler, name, namespace)))
+        else:
+            plain.append(handler.name)
+    actions = {action for one in names for action in emitted_by.get(one, ())}
+    found = EventType(
+        name=name, handlers=tuple(sorted(plain)), emitted_by=tuple(sorted(actions)),
+        relays=tuple(sorted(relays, key=lambda relay: relay.handler)),
+    )  # fmt: skip
+    if cls is None:
+        return found
+    schema = schema_of(cls)
+    return EventType(
+        name=name, handlers=found.handlers, relays=found.relays, emitted_by=found.emitted_by,
+        aliases=tuple(sorted(names - {name})), version=version_of(cls), upcasts=tuple(sorted(upcasters_of(cls))),
+        description=inspect.cleandoc(cls.__doc__) if vars(cls).get("__doc__") else None, schema=schema,
+        examples=tuple(examples_of(cls, schema)),
+    )  # fmt: skip
+
+
+def _address(handler: Handler, event_type: str, namespace: str) -> str | None:
+    """The address of a relay, which the object of the handler knows."""
+    address_of = getattr(getattr(handler.given, "__self__", None), "address_of", None)
+    return None if address_of is None else address_of(event_type, namespace)

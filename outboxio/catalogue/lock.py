@@ -1,0 +1,178 @@
+"""The lock file of the event types: schemas and examples of every version, which a later build is checked against."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+from msgspec import Struct
+
+from outboxio.catalogue.compatibility import Change, bare, breaking_changes
+from outboxio.catalogue.event_types import EventType
+from outboxio.catalogue.schemas import Schema
+from outboxio.errors import ConfigurationError, InvalidEvent
+from outboxio.model.event import type_name, upcasters_of, version_of
+from outboxio.model.payloads.classes import AnyEvent, decoder_of, upcasting
+
+_MOST_EXAMPLES = 10  # of a version
+
+
+class LockedVersion(Struct, frozen=True):
+    """A version of an event type. ``schema`` is ``None`` for a version from before the file."""
+
+    schema: Schema | None = None
+    examples: list[dict[str, Any]] = []
+
+
+class LockedType(Struct, frozen=True):
+    """An event type as it was when the file was written."""
+
+    version: int
+    aliases: list[str]
+    versions: dict[int, LockedVersion]
+
+
+class Lock(Struct, frozen=True):
+    """A lock file: ``events.lock.json``."""
+
+    events: dict[str, LockedType] = {}
+    format: Literal[1] = 1
+
+
+class BreakingChange(Struct, frozen=True):
+    """A change that stored rows or existing readers do not survive."""
+
+    event: str
+    field: str | None
+    """The path of the field, as in ``lines[].price``; ``None`` for the event type as a whole."""
+    change: str
+    fix: str
+
+    def __str__(self) -> str:
+        where = self.event if self.field is None else f"{self.event}, field {self.field}:"
+        return f"{where} {self.change}. Fix: {self.fix}"
+
+
+def read_lock(path: Path) -> Lock:
+    """The lock file. Raises :class:`ConfigurationError` for a file that is missing, or is not a lock file."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Lock)
+    except FileNotFoundError:
+        raise ConfigurationError(
+            f"there is no lock file {path}; write it with: outboxio events --write {path}"
+        ) from None
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigurationError(f"{path} is not a lock file of event types: {error}") from None
+
+
+def lock_text(lock: Lock) -> bytes:
+    """The content of a lock file, with sorted keys, so that a difference shows what has changed."""
+    return (
+        msgspec.json.format(msgspec.json.encode(msgspec.to_builtins(lock, str_keys=True), order="sorted"), indent=2)
+        + b"\n"
+    )
+
+
+def locked(types: Iterable[EventType], former: Lock, classes: Mapping[str, type[AnyEvent]]) -> Lock:
+    """The lock of the present event types. Older versions and their examples are kept, as far as they are read."""
+    events: dict[str, LockedType] = {}
+    for one in types:
+        cls = classes.get(one.name)
+        versions = {number: LockedVersion() for number in one.upcasts}
+        for name in (*one.aliases, one.name):
+            versions |= former.events[name].versions if name in former.events else {}
+        kept = {
+            number: LockedVersion(each.schema, [e for e in each.examples if _fault(cls, number, e) is None])
+            for number, each in versions.items()
+            if number in one.upcasts or number == one.version
+        }
+        before = kept.get(one.version, LockedVersion()).examples
+        examples = [*(each for each in one.examples if each not in before), *before][:_MOST_EXAMPLES]
+        kept[one.version] = LockedVersion(one.schema, examples)
+        events[one.name] = LockedType(one.version, list(one.aliases), kept)
+    return Lock(events)
+
+
+def check(types: Iterable[EventType], lock: Lock, classes: Mapping[str, type[AnyEvent]]) -> list[BreakingChange]:
+    """The changes since the lock file that stored rows or existing readers do not survive."""
+    present = {name: one for one in types for name in (one.name, *one.aliases)}
+    found: list[BreakingChange] = []
+    for name, former in sorted(lock.events.items()):
+        one = present.get(name)
+        if one is None:
+            found.append(_gone(name, former, present.values(), lock))
+            continue
+        for alias in sorted({*former.aliases} - present.keys()):
+            fix = f"add {alias!r} to the aliases of {one.name}"
+            found.append(BreakingChange(name, None, f"no longer reads rows of its alias {alias!r}", fix))
+        found += _changes(one, former, classes.get(one.name))
+    return found
+
+
+def _gone(name: str, former: LockedType, present: Iterable[EventType], lock: Lock) -> BreakingChange:
+    schema = former.versions[former.version].schema
+    names = [one.name for one in present if one.name not in lock.events and schema and bare(one.schema) == bare(schema)]
+    if names:
+        fix = f"give {names[0]} aliases={{{name!r}}}, or type_name={name!r}"
+        return BreakingChange(name, None, f"was renamed to {names[0]} without an alias", fix)
+    fix = "keep the class and register it: outbox.register(...); once no row and no reader is left, run --write"
+    return BreakingChange(name, None, "was removed", fix)
+
+
+def _changes(one: EventType, former: LockedType, cls: type[AnyEvent] | None) -> Iterator[BreakingChange]:
+    if cls is None or one.schema is None:
+        if former.versions[former.version].schema is not None:
+            yield BreakingChange(one.name, None, "has no class here any more", "register the class of the event type")
+        return
+    if one.version < former.version:
+        fix = f"set version={former.version} again, or a larger version with an upcaster"
+        yield BreakingChange(one.name, None, f"went from version {former.version} back to {one.version}", fix)
+        return
+    for number, version in sorted(former.versions.items()):
+        told = list[Change]()
+        if number == one.version and version.schema is not None:
+            told = breaking_changes(version.schema, one.schema)
+        elif (missing := _missing(one, number)) is not None:
+            told = [Change("", f"rows of version {number} have no upcaster from version {missing}", "write it")]
+        for change in told or _replayed(cls, number, version.examples):
+            yield BreakingChange(one.name, change.field or None, change.text, _advice(one, number, change))
+
+
+def _advice(one: EventType, number: int, change: Change) -> str:
+    if number < one.version:
+        step = f"@outboxio.upcaster({one.name}, from_version={number})"
+        return f"write {step}" if change.fix == "write it" else f"{change.fix} in {step}"
+    return f"{change.fix}, or set version={number + 1} and write @outboxio.upcaster({one.name}, from_version={number})"
+
+
+def _missing(one: EventType, number: int) -> int | None:
+    return next((step for step in range(number, one.version) if step not in one.upcasts), None)
+
+
+def _replayed(cls: type[AnyEvent], number: int, examples: Iterable[dict[str, Any]]) -> Iterator[Change]:
+    """The stored examples of a version that the class does not read any more."""
+    for example in examples:
+        if (fault := _fault(cls, number, example)) is not None:
+            text = f"an example of version {number} is not read: {fault}"
+            yield Change(field_in(fault), text, "read such rows")
+            return
+
+
+def field_in(fault: str) -> str:
+    """The path of the field in the error of a decoder; empty without one."""
+    return fault.rpartition("`$.")[2].partition("`")[0] if "`$." in fault else ""
+
+
+def _fault(cls: type[AnyEvent] | None, number: int, example: dict[str, Any]) -> str | None:
+    return None if cls is None else decoding_fault(cls, number, msgspec.json.encode(example))
+
+
+def decoding_fault(cls: type[AnyEvent], stored: int, payload: bytes) -> str | None:
+    """Why a handler could not read a payload of a stored version; ``None`` if a handler can."""
+    try:
+        upcasting(type_name(cls), decoder_of(cls), stored, version_of(cls), upcasters_of(cls))(payload)
+    except (ValueError, InvalidEvent) as error:  # the errors of msgspec and Pydantic are a ValueError
+        return " ".join(str(error).split())
+    return None

@@ -1,0 +1,205 @@
+"""The JSON Schema of an event class, for each kind of class, and examples of its payload."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from enum import Enum
+from typing import Any, cast
+
+import msgspec
+from msgspec import inspect
+
+from outboxio.errors import InvalidEvent
+from outboxio.model.event import type_name
+from outboxio.model.payloads.classes import decoder_of, encoder_of
+from outboxio.model.payloads.fields import stored_class
+from outboxio.model.payloads.models import has_style, is_model, parts_of
+
+Schema = dict[str, Any]
+"""A JSON Schema as decoded JSON. Definitions are under ``$defs``."""
+
+_DEFS = "#/$defs/"
+ALIASES = "x-outboxio-aliases"
+"""The other names under which a property is read."""
+EXAMPLES_HOOK = "__examples__"
+"""The class method of an event class that returns events as examples."""
+
+
+def schema_of(cls: Any) -> Schema:
+    """The JSON Schema of the stored payload of an event class.
+
+    A part that JSON Schema cannot describe accepts any value. Raises :class:`InvalidEvent` if Pydantic cannot describe
+    the class.
+    """
+    if is_model(cls):
+        return _of_model(cls)
+    [schema], parts = msgspec.json.schema_components(
+        [stored_class(cls)], schema_hook=lambda _: {}, ref_template=_DEFS + "{name}"
+    )
+    found = _flat({**schema, "$defs": parts})
+    return _in_style(found, cls) if has_style(cls) else found
+
+
+def _of_model(cls: Any) -> Schema:
+    from pydantic import TypeAdapter
+    from pydantic.errors import PydanticUserError
+
+    try:
+        found = _flat(TypeAdapter(cls).json_schema(ref_template=_DEFS + "{model}"))
+    except PydanticUserError as error:
+        raise InvalidEvent(f"event {type_name(cls)}", f"Pydantic makes no JSON Schema of it: {error}") from error
+    for name, field in cls.__pydantic_fields__.items():
+        names = [one for one in getattr(field.validation_alias, "choices", ()) if isinstance(one, str)]
+        shown = found.get("properties", {}).get(names[0] if names else name)
+        if shown is not None and names[1:]:
+            shown[ALIASES] = names[1:]
+    return found
+
+
+def _flat(schema: Schema) -> Schema:
+    """The schema without a reference at its top, and with the definitions that are used."""
+    parts = schema.pop("$defs", {})
+    main: Schema = schema
+    if "$ref" in schema:
+        main = {**parts[schema["$ref"].removeprefix(_DEFS)], **{k: v for k, v in schema.items() if k != "$ref"}}
+    used: set[str] = set()
+    _collect(main, parts, used)
+    return {**main, **({"$defs": {name: parts[name] for name in sorted(used)}} if used else {})}
+
+
+def _collect(node: object, parts: Mapping[str, Any], used: set[str]) -> None:
+    for part in walked(node):
+        name = str(part.get("$ref", "")).removeprefix(_DEFS)
+        if name in parts and name not in used:
+            used.add(name)
+            _collect(parts[name], parts, used)
+
+
+def walked(node: object) -> Iterator[dict[str, Any]]:
+    """All JSON objects in a document, from the top."""
+    if isinstance(node, dict):
+        found = cast("dict[str, Any]", node)
+        yield found
+        for value in found.values():
+            yield from walked(value)
+    elif isinstance(node, list):
+        for value in cast("list[object]", node):
+            yield from walked(value)
+
+
+def _in_style(schema: Schema, cls: Any) -> Schema:
+    """The schema of a class with Ekbatan's JSON: decimals are numbers, and enums are written by name."""
+    enums: dict[str, type[Enum]] = {}
+    _find_enums(inspect.type_info(cls), enums, set())
+    for part in walked(schema):
+        if part.get("format") == "decimal":
+            del part["format"]
+            part["type"] = "number"
+        elif "enum" in part and part.get("title") in enums:
+            part["enum"] = sorted(enums[part["title"]].__members__)
+    text = {"type": "string"}
+    added = {name: text for name in ("modelId", "modelName") if name not in schema["properties"]}
+    return {**schema, "properties": {**added, **schema["properties"]}}
+
+
+def _find_enums(info: Any, found: dict[str, type[Enum]], seen: set[int]) -> None:
+    if id(info) not in seen:
+        seen.add(id(info))
+        if isinstance(info, inspect.EnumType):
+            found[info.cls.__name__] = info.cls
+        for part in parts_of(info):
+            _find_enums(part, found, seen)
+
+
+def resolved(schema: Any, root: Schema) -> Schema:
+    """The schema behind a reference. ``True`` and ``{}`` accept any value."""
+    while isinstance(schema, dict) and "$ref" in (found := cast("Schema", schema)):
+        name = str(found["$ref"]).removeprefix(_DEFS)
+        beside = {key: value for key, value in found.items() if key != "$ref"}
+        schema = {**root.get("$defs", {}).get(name, {}), **beside}
+    return cast("Schema", schema) if isinstance(schema, dict) else {}
+
+
+# --- examples -------------------------------------------------------------------------------------
+
+
+def examples_of(cls: Any, schema: Schema) -> list[dict[str, Any]]:
+    """Payloads of a class: those of its class method ``__examples__``, else of the schema, else one that is made up.
+
+    Empty if the class does not accept the payload that is made up. Raises :class:`InvalidEvent` for an event of
+    ``__examples__`` that cannot be stored.
+    """
+    subject = f"example of event {type_name(cls)}"
+    hook: Callable[[], Any] | None = getattr(cls, EXAMPLES_HOOK, None)
+    if hook is not None:
+        return [_encoded(event, cls, subject) for event in hook()]
+    given = [one for one in schema.get("examples", ()) if isinstance(one, dict)]
+    decode = decoder_of(cls)
+    found: list[dict[str, Any]] = []
+    for payload in given or [_sample(schema, schema, ())]:
+        try:
+            found.append(_encoded(decode(msgspec.json.encode(payload)), cls, subject))
+        except (ValueError, InvalidEvent):  # a pattern, or a rule in code, which no schema describes
+            continue
+    return found
+
+
+def _encoded(event: Any, cls: Any, subject: str) -> dict[str, Any]:
+    payload: dict[str, Any] = msgspec.json.decode(encoder_of(cls)(event, subject, stores_nul=False))
+    return payload
+
+
+_TEXTS = {
+    "uuid": "0198c0de-0000-7000-8000-000000000001", "date-time": "2026-01-31T12:00:00Z", "date": "2026-01-31",
+    "time": "12:00:00Z", "duration": "PT1H", "decimal": "10.00", "email": "ada@example.org",
+    "uri": "https://example.org/", "ipv4": "192.0.2.1", "ipv6": "2001:db8::1",
+}  # fmt: skip
+
+
+def _sample(given: Any, root: Schema, inside: tuple[str, ...]) -> Any:
+    """A value that a schema accepts. ``inside``: the references around it, so that recursion ends."""
+    reference = given.get("$ref", "") if isinstance(given, dict) else ""
+    schema = resolved(given, root)
+    for key in ("examples", "enum"):
+        if schema.get(key):
+            return schema[key][0]
+    for key in ("const", "default"):
+        if schema.get(key) is not None:
+            return schema[key]
+    inside = (*inside, reference) if reference else inside
+    for key in ("anyOf", "oneOf", "allOf"):
+        if choices := schema.get(key):
+            kept = [one for one in choices if not _refers(one, inside) and one.get("type") != "null"]
+            return _sample(kept[0], root, inside) if kept else None
+    kind = schema.get("type")
+    kind = kind[0] if isinstance(kind, list) else kind
+    if kind == "object":
+        return _sample_object(schema, root, inside)
+    if kind == "array":
+        items = schema.get("prefixItems") or [schema.get("items", {})] * max(1, schema.get("minItems", 0))
+        return [_sample(one, root, inside) for one in items if not _refers(one, inside)]
+    return _sample_leaf(kind, schema)
+
+
+def _sample_object(schema: Schema, root: Schema, inside: tuple[str, ...]) -> dict[str, Any]:
+    properties, required = schema.get("properties", {}), schema.get("required", ())
+    return {
+        name: _sample(one, root, inside)
+        for name, one in properties.items()
+        if name in required or not _refers(one, inside)
+    }
+
+
+def _sample_leaf(kind: Any, schema: Schema) -> Any:
+    if kind in ("integer", "number"):
+        step = schema.get("multipleOf", 1)
+        least = schema.get("minimum", schema.get("exclusiveMinimum", 0) + step)
+        return min(least, schema.get("maximum", schema.get("exclusiveMaximum", least + 1) - step))
+    if kind == "string":
+        text = _TEXTS.get(schema.get("format", ""), "")
+        return text or "text".ljust(schema.get("minLength", 0), "t")[: schema.get("maxLength")]
+    return True if kind == "boolean" else None
+
+
+def _refers(schema: Any, inside: tuple[str, ...]) -> bool:
+    return isinstance(schema, dict) and bool(schema.get("$ref")) and schema["$ref"] in inside
