@@ -36,23 +36,18 @@ def breaking_changes(old: Schema, new: Schema) -> list[Change]:
 class _Comparison:
     def __init__(self, old: Schema, new: Schema) -> None:
         self._old, self._new = old, new
-        self._inside: set[tuple[str, str]] = set()
+        self._inside: set[tuple[int, int]] = set()
 
     def of(self, old: Any, new: Any, path: str) -> Iterator[Change]:
         if new is False:
             yield Change(path, "is no longer accepted", _PRESERVE)
             return
-        pair = (_reference(old), _reference(new))
-        if all(pair) and pair in self._inside:
-            return  # a type that contains itself
-        self._inside.add(pair)
         olds, news = _choices(old, self._old), _choices(new, self._new)
         for choice in olds:
             found = [list(self._one(choice, each, path)) for each in news]
             if all(found):
                 same = [changes for each, changes in zip(news, found, strict=True) if _kind(each) == _kind(choice)]
                 yield from min(same, key=len) if same else [_lost_type(choice, news, path)]
-        self._inside.discard(pair)
 
     def _one(self, old: Schema, new: Schema, path: str) -> Iterator[Change]:
         """The changes between two schemas without alternatives."""
@@ -72,6 +67,10 @@ class _Comparison:
 
     def _object(self, old: Schema, new: Schema, path: str) -> Iterator[Change]:
         before, after = old.get("properties", {}), new.get("properties", {})
+        pair = (id(before), id(after))
+        if pair in self._inside:
+            return  # a type that contains itself
+        self._inside.add(pair)
         read_as = {alias: name for name, one in after.items() for alias in _aliases(one)} | {n: n for n in after}
         added = [name for name in after if name not in before and not any(read_as.get(o) == name for o in before)]
         for name, schema in before.items():
@@ -90,6 +89,7 @@ class _Comparison:
             yield Change(path, "does not accept unknown fields any more", "accept unknown fields")
         elif isinstance(rest, dict) and not after:
             yield from self.of(rest_before if isinstance(rest_before, dict) else _ANY, rest, f"{path}[...]")
+        self._inside.discard(pair)
 
     def _array(self, old: Schema, new: Schema, path: str) -> Iterator[Change]:
         firsts, nexts = old.get("prefixItems", []), new.get("prefixItems", [])
@@ -164,10 +164,6 @@ def _kind(schema: Schema) -> str | None:
 
 def _accepts_all(schema: Schema) -> bool:
     return not ({"type", "enum", "properties", "allOf", "not"} & schema.keys())
-
-
-def _reference(schema: Any) -> str:
-    return str(schema.get("$ref", "")) if isinstance(schema, dict) else ""
 
 
 def _aliases(schema: Any) -> list[str]:

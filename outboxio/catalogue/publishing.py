@@ -37,8 +37,8 @@ class Publishing(ABC):
         ``await outbox.admin.emitters()`` finds them. ``lock_file``, written by ``outboxio events --write``, adds the
         messages of older versions.
 
-        Raises :class:`ConfigurationError` for a lock file that cannot be read, and :class:`InvalidEvent` for a class
-        without a JSON Schema.
+        Raises :class:`ConfigurationError` for a lock file that cannot be read, and :class:`InvalidEvent` for an example
+        that cannot be stored.
 
         Example::
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from typing import Any, cast
@@ -21,6 +22,7 @@ Schema = dict[str, Any]
 _DEFS = "#/$defs/"
 ALIASES = "x-outboxio-aliases"
 """The other names under which a property is read."""
+_MOST_REPAIRS = 20
 EXAMPLES_HOOK = "__examples__"
 """The class method of an event class that returns events as examples."""
 
@@ -28,8 +30,7 @@ EXAMPLES_HOOK = "__examples__"
 def schema_of(cls: Any) -> Schema:
     """The JSON Schema of the stored payload of an event class.
 
-    A part that JSON Schema cannot describe accepts any value. Raises :class:`InvalidEvent` if Pydantic cannot describe
-    the class.
+    A part that JSON Schema cannot describe accepts any value.
     """
     if is_model(cls):
         return _of_model(cls)
@@ -42,12 +43,13 @@ def schema_of(cls: Any) -> Schema:
 
 def _of_model(cls: Any) -> Schema:
     from pydantic import TypeAdapter
-    from pydantic.errors import PydanticUserError
+    from pydantic.json_schema import GenerateJsonSchema
 
-    try:
-        found = _flat(TypeAdapter(cls).json_schema(ref_template=_DEFS + "{model}"))
-    except PydanticUserError as error:
-        raise InvalidEvent(f"event {type_name(cls)}", f"Pydantic makes no JSON Schema of it: {error}") from error
+    class Lenient(GenerateJsonSchema):
+        def handle_invalid_for_json_schema(self, schema: Any, error_info: str) -> Schema:
+            return {}
+
+    found = _flat(TypeAdapter(cls).json_schema(ref_template=_DEFS + "{model}", schema_generator=Lenient))
     for name, field in cls.__pydantic_fields__.items():
         names = [one for one in getattr(field.validation_alias, "choices", ()) if isinstance(one, str)]
         shown = found.get("properties", {}).get(names[0] if names else name)
@@ -134,14 +136,29 @@ def examples_of(cls: Any, schema: Schema) -> list[dict[str, Any]]:
     if hook is not None:
         return [_encoded(event, cls, subject) for event in hook()]
     given = [one for one in schema.get("examples", ()) if isinstance(one, dict)]
-    decode = decoder_of(cls)
-    found: list[dict[str, Any]] = []
-    for payload in given or [_sample(schema, schema, ())]:
+    made = [one for payload in given for one in _read_back(payload, cls, subject)]
+    return made or _read_back(_sample(schema, schema, ()), cls, subject)
+
+
+def _read_back(payload: Any, cls: Any, subject: str) -> list[dict[str, Any]]:
+    for _ in range(_MOST_REPAIRS):
         try:
-            found.append(_encoded(decode(msgspec.json.encode(payload)), cls, subject))
-        except (ValueError, InvalidEvent):  # a pattern, or a rule in code, which no schema describes
-            continue
-    return found
+            return [_encoded(decoder_of(cls)(msgspec.json.encode(payload)), cls, subject)]
+        except (ValueError, InvalidEvent) as error:  # a pattern, or a rule in code, which no schema describes
+            if not _repaired(payload, str(error)):
+                return []
+    return []
+
+
+def _repaired(payload: Any, fault: str) -> bool:
+    """Replace the text at which a decoder failed by a local date and time, to which msgspec gives no format."""
+    found = re.fullmatch(r"Invalid RFC3339 encoded (datetime|time) - at `\$(.*)`", fault)
+    path: list[Any] = re.findall(r"\.(\w+)|\[(\d+)\]", found[2]) if found else []
+    for name, place in path[:-1]:
+        payload = payload[name or int(place)]
+    if found and path:
+        payload[path[-1][0] or int(path[-1][1])] = "2026-01-31T12:00:00" if found[1] == "datetime" else "12:00:00"
+    return bool(path)
 
 
 def _encoded(event: Any, cls: Any, subject: str) -> dict[str, Any]:

@@ -287,7 +287,7 @@ async def test_a_database_without_rows_takes_any_namespace(local: Command, local
     assert "All is well" in answer.out
 
 
-@pytest.mark.parametrize("name", ["status", "list", "events", "jobs"])
+@pytest.mark.parametrize("name", ["status", "list", "list-events", "jobs"])
 async def test_a_command_without_tables_is_one_line_with_the_command_to_run(command: Command, name: str) -> None:
     answer = await command(name, "shop:outbox")
 

@@ -144,14 +144,14 @@ def test_no_value_from_outside_is_obeyed_by_a_terminal_in_any_output(tmp_path: P
     id = asyncio.run(fill(url))
     where = ["--database", url, "--namespace", "shop"]
     for command in (
-        ["events"], ["list"], ["dead"], ["show", id, "--payload"], ["show", id, "--tree"], ["tail"], ["export"],
+        ["list-events"], ["list"], ["dead"], ["show", id, "--payload"], ["show", id, "--tree"], ["tail"], ["export"],
         ["export", "--output", str(file)], ["keys"], ["paused"], ["operations"], ["status"], ["doctor"], ["handlers"],
         ["retry", "--handler", f"{HOSTILE}x", "--yes"], ["retry", "--handler", f"{HOSTILE}x", "--yes", "--verbose"],
     ):  # fmt: skip
         for form in ([], ["--json"]):
             result = CliRunner().invoke(app, [*command, *where, *form])
             assert not obeyed_by_a_terminal(result.output), (command, form)
-            if form and command[0] in ("events", "list", "show", "paused"):
+            if form and command[0] in ("list-events", "list", "show", "paused"):
                 assert HOSTILE in json.dumps(json.loads(result.stdout), ensure_ascii=False)
             if file.exists():
                 assert not obeyed_by_a_terminal(file.read_text("utf-8"))

@@ -60,7 +60,7 @@ CALLS: dict[str, list[tuple[str, ...]]] = {
     **{
         name: [ROWS]
         for name in (
-            *("doctor", "handlers", "instances", "locks", "list", "dead", "events", "tail", "keys", "paused"),
+            *("doctor", "handlers", "instances", "locks", "list", "dead", "list-events", "tail", "keys", "paused"),
             *("operations", "export", "health", "jobs"),
         )
     },
@@ -73,6 +73,7 @@ CALLS: dict[str, list[tuple[str, ...]]] = {
     "cancel": [("shop:outbox", UNKNOWN, "--reason", "it hangs")],
     "watch": [("shop:outbox", "--once", "--webhook", "http://127.0.0.1:9/")],
     "unsubscribe": [("shop:outbox", "ship", "--yes")],
+    "events": [("shop:outbox", "--database", "URL", "--namespace", "shop")],
     "emit": [("shop:outbox", "Ordered", '{"number": 1}')],
     "migrate": [("--database", "URL"), ("shop:shards", "--json")],
     "check": [("--database", "URL"), ("shop:outbox", "--json"), ("shop:shards",)],

@@ -65,7 +65,7 @@ def commands(id: str) -> Iterator[list[str]]:
         ["locks"],
         ["list"],
         ["dead"],
-        ["events"],
+        ["list-events"],
         ["keys"],
         ["paused"],
         ["jobs"],

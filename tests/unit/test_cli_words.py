@@ -23,7 +23,7 @@ UNREADABLE: list[tuple[list[str], tuple[str, ...]]] = [
     *(([name, "--state", "DAED", "--dry-run"], ("DAED", "DEAD")) for name in ("retry", "skip")),
     *(
         ([name, "--since", "yesterday"], ("--since", "yesterday", "2026-01-31"))
-        for name in ("list", "dead", "events", "tail", "export", "retry", "skip")
+        for name in ("list", "dead", "list-events", "tail", "export", "retry", "skip")
     ),
     *(([name, "ledger", "--since", "yesterday"], ("--since", "yesterday")) for name in ("replay", "backfill")),
     *(([name, "--until", "in a while"], ("--until", "in a while", "2026-01-31")) for name in ("list", "retry", "skip")),
@@ -33,11 +33,11 @@ UNREADABLE: list[tuple[list[str], tuple[str, ...]]] = [
     (["list", "--since", "1h", "--until", "2h"], ("since", "until")),
     (["list", "--error", "**"], ("'**'", "ConnectionError")),
     (["list", "--after", "junk"], ("junk", "page.next")),
-    (["events", "--after", "junk"], ("junk",)),
+    (["list-events", "--after", "junk"], ("junk",)),
     (["operations", "--after", "junk"], ("junk",)),
     (["list", "--limit", "many"], ("many",)),
     (["list", "--limit", HUGE[:30]], ("limit", "9999")),
-    (["events", "--limit", HUGE[:30]], ("limit", "9999")),
+    (["list-events", "--limit", HUGE[:30]], ("limit", "9999")),
     (["operations", "--limit", HUGE[:30]], ("limit", "9999")),
     (["list", "--handler", "h" * 300], ("255",)),
     (["list", "--correlation", "c" * 300], ("255",)),
