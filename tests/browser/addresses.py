@@ -9,7 +9,7 @@ from outboxio.dashboard.pages import PAGES
 from tests.kit.site import Site
 
 NAMES = [route.name for route in PAGES if "{" not in route.path] + [
-    route.name for route in PAGES if route.name in ("handler", "event", "action", "operation")
+    route.name for route in PAGES if route.name in ("handler", "event", "event_type", "action", "operation")
 ]
 
 

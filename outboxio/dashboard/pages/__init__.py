@@ -6,6 +6,7 @@ from outboxio.dashboard.lists import LONG
 from outboxio.dashboard.pages import bulk_operations
 from outboxio.dashboard.pages.cluster import glossary, instances, jobs, keys, shards
 from outboxio.dashboard.pages.declared import declared_orders
+from outboxio.dashboard.pages.event_types import all_event_types, event_type
 from outboxio.dashboard.pages.events import action, actions, event, events, payload
 from outboxio.dashboard.pages.handlers import handler, handlers
 from outboxio.dashboard.pages.notifications import dead, notifications
@@ -24,6 +25,8 @@ PAGES: list[Route] = [
     Route("events", "/events", events),
     Route("event", "/events/{id}", event),
     Route("payload", "/events/{id}/payload", payload, "payloads"),
+    Route("event_types", "/event-types", all_event_types, patience=LONG),
+    Route("event_type", "/event-types/{name:path}", event_type, patience=LONG),
     Route("actions", "/actions", actions),
     Route("action", "/actions/{id}", action),
     Route("search", "/search", search, patience=LONG),

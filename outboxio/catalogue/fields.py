@@ -1,0 +1,92 @@
+"""The fields of a JSON Schema as rows of a table, with types as texts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from outboxio.catalogue.schemas import Schema, resolved
+
+_LIMITS = {
+    "minimum": "at least {}", "exclusiveMinimum": "more than {}", "maximum": "at most {}",
+    "exclusiveMaximum": "less than {}", "multipleOf": "a multiple of {}", "minLength": "length at least {}",
+    "maxLength": "length at most {}", "minItems": "items: at least {}", "maxItems": "items: at most {}",
+    "pattern": "matches {}",
+}  # fmt: skip
+
+
+class Field(Struct, frozen=True):
+    """A field of a payload."""
+
+    path: str
+    """As in ``lines[].price``."""
+    type: str
+    required: bool
+    notes: tuple[str, ...]
+    """The description, limits, and the default."""
+
+
+def fields_of(schema: Schema) -> list[Field]:
+    """The fields of an object, each followed by the fields of the objects that it holds."""
+    return list(_fields(schema, schema, "", ()))
+
+
+def _fields(given: Any, root: Schema, path: str, inside: tuple[int, ...]) -> Iterator[Field]:
+    schema = resolved(given, root)
+    properties: dict[str, Any] = schema.get("properties", {})
+    if id(properties) in inside:
+        return  # a type that contains itself
+    for name, one in properties.items():
+        here = f"{path}.{name}" if path else name
+        yield Field(here, _type(one, root), name in schema.get("required", ()), tuple(_notes(one, root)))
+        for part, its_path in _objects(one, root, here):
+            yield from _fields(part, root, its_path, (*inside, id(properties)))
+
+
+def _objects(given: Any, root: Schema, path: str) -> Iterator[tuple[Schema, str]]:
+    """The objects with fields that a value may hold, each with its path."""
+    schema = resolved(given, root)
+    if "properties" in schema:
+        yield schema, path
+    for choice in (*schema.get("anyOf", ()), *schema.get("oneOf", ()), *schema.get("allOf", ())):
+        yield from _objects(choice, root, path)
+    if isinstance(schema.get("items"), dict):
+        yield from _objects(schema["items"], root, f"{path}[]")
+    if isinstance(schema.get("additionalProperties"), dict):
+        yield from _objects(schema["additionalProperties"], root, f"{path}[...]")
+
+
+def _type(given: Any, root: Schema) -> str:
+    schema = resolved(given, root)
+    for key in ("anyOf", "oneOf", "allOf"):
+        if key in schema:
+            return " or ".join(dict.fromkeys(_type(one, root) for one in schema[key]))
+    if "enum" in schema or "const" in schema:
+        return " or ".join(_spelled(value) for value in schema.get("enum", [schema.get("const")]))
+    kind = schema.get("type", "any value")
+    if kind == "array":
+        if "prefixItems" in schema:
+            return f"({', '.join(_type(one, root) for one in schema['prefixItems'])})"
+        return f"list of {_type(schema.get('items', {}), root)}"
+    if kind == "object":
+        rest = schema.get("additionalProperties")
+        return f"mapping to {_type(rest, root)}" if isinstance(rest, dict) else str(schema.get("title", kind))
+    form = schema.get("format") or schema.get("contentEncoding")
+    return f"{kind} ({form})" if form else " or ".join(kind) if isinstance(kind, list) else str(kind)
+
+
+def _notes(given: Any, root: Schema) -> Iterator[str]:
+    schema = resolved(given, root)
+    if "description" in schema and "properties" not in schema:
+        yield str(schema["description"])
+    for choice in (schema, *(resolved(one, root) for one in schema.get("anyOf", ()))):
+        yield from (text.format(choice[key]) for key, text in _LIMITS.items() if key in choice)
+    if "default" in schema:
+        yield f"default: {_spelled(schema['default'])}"
+
+
+def _spelled(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
