@@ -207,7 +207,8 @@ def test_the_guarantees_count_every_fault_and_say_every_invariant() -> None:
 
 
 def test_a_page_has_at_most_1200_words_unless_it_is_for_reference() -> None:
-    pages = [page for page in (ROOT / "docs").rglob("*.md") if "reference" not in page.parts]
+    index = ROOT / "docs" / "decisions" / "index.md"  # a generated list, a line for each record
+    pages = [page for page in (ROOT / "docs").rglob("*.md") if "reference" not in page.parts and page != index]
 
     assert {by_name(page): n for page in pages if (n := number_of_words(page)) > 1200} == {}
 
