@@ -127,7 +127,7 @@ def _rewritten(node: Any, names: Mapping[str, str]) -> Any:
     found = {key: _rewritten(value, names) for key, value in node.items()}
     if isinstance(reference := found.get("$ref"), str):
         found["$ref"] = f"#/components/schemas/{names[reference.removeprefix(_DEFS)]}"
-    if isinstance(found.get("discriminator"), dict) and "properties" not in found:
+    if isinstance(found.get("discriminator"), dict) and isinstance(found["discriminator"].get("propertyName"), str):
         del found["discriminator"]
     if isinstance(found.get("prefixItems"), list):
         found["additionalItems"] = found.pop("items", True)

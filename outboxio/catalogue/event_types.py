@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from outboxio.catalogue.schemas import Schema, examples_of, schema_of
 from outboxio.handlers.handler import Handler
@@ -58,9 +59,7 @@ def event_types(
         names = {*map(type_name, handler.accepts()), *handler.type_names}
         for name in {type_name(stored[name]) if name in stored else name for name in names}:
             wanted.setdefault(name, []).append(handler)
-    return [
-        _described(name, classes.get(name), wanted[name], namespace, emitted_by) for name in sorted(wanted)
-    ]  # fmt: skip
+    return [_described(name, classes.get(name), wanted[name], namespace, emitted_by) for name in sorted(wanted)]
 
 
 def _described(
@@ -77,17 +76,15 @@ def _described(
             relays.append(Relaying(handler.name, _address(handler, name, namespace)))
         else:
             plain.append(handler.name)
-    actions = {action for one in names for action in emitted_by.get(one, ())}
     found = EventType(
-        name=name, handlers=tuple(sorted(plain)), emitted_by=tuple(sorted(actions)),
-        relays=tuple(sorted(relays, key=lambda relay: relay.handler)),
+        name=name, handlers=tuple(sorted(plain)), relays=tuple(sorted(relays, key=lambda relay: relay.handler)),
+        emitted_by=tuple(sorted({action for one in names for action in emitted_by.get(one, ())})),
     )  # fmt: skip
     if cls is None:
         return found
     schema = schema_of(cls)
-    return EventType(
-        name=name, handlers=found.handlers, relays=found.relays, emitted_by=found.emitted_by,
-        aliases=tuple(sorted(names - {name})), version=version_of(cls), upcasts=tuple(sorted(upcasters_of(cls))),
+    return replace(
+        found, aliases=tuple(sorted(names - {name})), version=version_of(cls), upcasts=tuple(sorted(upcasters_of(cls))),
         description=inspect.cleandoc(cls.__doc__) if vars(cls).get("__doc__") else None, schema=schema,
         examples=tuple(examples_of(cls, schema)),
     )  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from enum import Enum
 from typing import Any, cast
 
@@ -132,9 +132,8 @@ def examples_of(cls: Any, schema: Schema) -> list[dict[str, Any]]:
     ``__examples__`` that cannot be stored.
     """
     subject = f"example of event {type_name(cls)}"
-    hook: Callable[[], Any] | None = getattr(cls, EXAMPLES_HOOK, None)
-    if hook is not None:
-        return [_encoded(event, cls, subject) for event in hook()]
+    if EXAMPLES_HOOK in vars(cls):  # of this class: the events of a base class are of another type
+        return [_encoded(event, cls, subject) for event in getattr(cls, EXAMPLES_HOOK)()]
     given = [one for one in schema.get("examples", ()) if isinstance(one, dict)]
     made = [one for payload in given for one in _read_back(payload, cls, subject)]
     return made or _read_back(_sample(schema, schema, ()), cls, subject)
@@ -177,12 +176,9 @@ def _sample(given: Any, root: Schema, inside: tuple[str, ...]) -> Any:
     """A value that a schema accepts. ``inside``: the references around it, so that recursion ends."""
     reference = given.get("$ref", "") if isinstance(given, dict) else ""
     schema = resolved(given, root)
-    for key in ("examples", "enum"):
-        if schema.get(key):
-            return schema[key][0]
-    for key in ("const", "default"):
+    for key in ("examples", "const", "default", "enum"):
         if schema.get(key) is not None:
-            return schema[key]
+            return schema[key][0] if key in ("examples", "enum") else schema[key]
     inside = (*inside, reference) if reference else inside
     for key in ("anyOf", "oneOf", "allOf"):
         if choices := schema.get(key):

@@ -25,7 +25,7 @@ from outboxio.catalogue.lock import (
 from outboxio.cli.answer import Exit, line, say, say_aside, say_json
 from outboxio.cli.commands.rows import Column, Rows
 from outboxio.cli.inside import databases, handlers, registered_types
-from outboxio.cli.options import Common, Options
+from outboxio.cli.options import Common
 from outboxio.cli.target import TargetError
 from outboxio.model.event import type_names
 from outboxio.model.operating.groups import Search
@@ -37,21 +37,8 @@ from outboxio.storage.protocols import EventSummary
 _ROWS = 100  # of each event type
 
 
-class RowsOf(Common, frozen=True):
-    """The common options. The database is beside the code, and not in its place."""
-
-    database: Annotated[
-        str | None,
-        typer.Option(metavar="URL", help="Also read the newest rows of this database.", show_default=False),
-    ] = None
-    namespace: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="With --database. Default: the outbox's.", show_default=False),
-    ] = None
-
-
-class Catalogue(Options, frozen=True):
-    """What is to be done with the event types."""
+class Catalogue(Common, frozen=True):
+    """The options. The database is beside the code, and not in its place."""
 
     asyncapi: Annotated[
         Path | None,
@@ -71,6 +58,15 @@ class Catalogue(Options, frozen=True):
         typer.Option(
             metavar="FILE", help="Write the lock file: schemas and examples of every version.", show_default=False
         ),
+    ] = None
+
+    database: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Also read the newest rows of this database.", show_default=False),
+    ] = None
+    namespace: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="With --database. Default: the outbox's.", show_default=False),
     ] = None
 
     def refuse_contradiction(self) -> None:

@@ -15,7 +15,7 @@ from outboxio.cli.commands import catalogue, cluster, glance, notifications, row
 from outboxio.cli.commands import describe as describe_command
 from outboxio.cli.commands import jobs as jobs_command
 from outboxio.cli.commands import status as status_command
-from outboxio.cli.commands.catalogue import Catalogue, RowsOf
+from outboxio.cli.commands.catalogue import Catalogue
 from outboxio.cli.commands.operations import Manner
 from outboxio.cli.lines.tables import seconds, whole
 from outboxio.cli.options import Common, Options, Target, command
@@ -246,7 +246,7 @@ def list_events(common: Common, choice: Choice, target: Target = None, limit: Li
     _look(common, target, notifications.events, choice, limit, after)
 
 
-def events(common: RowsOf, given: Catalogue, target: Target = None) -> None:
+def events(given: Catalogue, target: Target = None) -> None:
     """List the event types of your code: version, handlers, relays. Checks changes against a lock file.
 
     Reads no database without --database, with which it also names the actions that emit the events.
@@ -254,15 +254,15 @@ def events(common: RowsOf, given: Catalogue, target: Target = None) -> None:
 
     async def work() -> Exit:
         given.refuse_contradiction()
-        code = replace(common, database=None, namespace=None).named(target)
+        code = replace(given, database=None, namespace=None).named(target)
         if code.url is not None:
             raise TargetError("event types are in your code: name it, as in app.main:outbox; rows: list-events")
         async with opened(code) as outbox:
-            url = None if common.database is None else Named(common.database, common.namespace or outbox.namespace)
+            url = None if given.database is None else Named(given.database, given.namespace or outbox.namespace)
             rows = None if url is None else opened(replace(url, needs_rows=True))
-            return await catalogue.events(outbox, given, rows, as_json=common.json)
+            return await catalogue.events(outbox, given, rows, as_json=given.json)
 
-    answer(work, as_json=common.json, verbose=common.verbose)
+    answer(work, as_json=given.json, verbose=given.verbose)
 
 
 def tail(
