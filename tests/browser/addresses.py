@@ -23,6 +23,8 @@ def address(site: Site, name: str) -> str:
 async def _parameters(outbox: Outbox, name: str) -> dict[str, object]:
     if name == "handler":
         return {"name": "invoice-pdf"}
+    if name == "event_type":
+        return {"name": "OrderPlaced"}
     if name == "operation":
         return {"id": (await outbox.admin.operations(limit=1))[0].id}
     if name in ("event", "action"):

@@ -279,7 +279,8 @@ async def test_the_json_of_every_page_has_the_facts_of_the_page(busy_file: Path,
         for route in PAGES:
             if route.name == "payload":
                 continue
-            path = route.path.replace("{id}", str(ids.get(route.name))).replace("{name:path}", "ledger")
+            name = "OrderPlaced" if route.name == "event_type" else "ledger"
+            path = route.path.replace("{id}", str(ids.get(route.name))).replace("{name:path}", name)
             page, facts = unescape(await page_of(client, path)), await facts_of(client, path)
             values = list(leaves(facts))
             for name, value in values:
@@ -334,8 +335,9 @@ def secret_rows() -> tuple[EventRow, Row]:
 def paths_of(event: EventRow, row: Row) -> list[str]:
     """The address of every page, for rows of this event."""
     ids = {"event": event.id, "action": event.action_id, "operation": uuid4()}
+    names = {"handler": row.handler_name, "event_type": str(event.event_type)}
     return [
-        route.path.replace("{id}", str(ids.get(route.name))).replace("{name:path}", row.handler_name)
+        route.path.replace("{id}", str(ids.get(route.name))).replace("{name:path}", names.get(route.name, ""))
         for route in PAGES
         if route.name not in ("payload", "operation")
     ]
