@@ -152,6 +152,10 @@ class EventHandler(Generic[E]):
         """
         raise TypeError(f"{type(self).__name__} has no handle method: write `async def handle(self, envelope)`")
 
+    def companions(self) -> Iterable[EventHandler[Any]]:
+        """Further handlers that ``add_handler`` registers together with this one. By default there are none."""
+        return ()
+
     async def close(self) -> None:
         """Close what the handler has opened, such as a client of a broker.
 

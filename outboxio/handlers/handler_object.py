@@ -15,6 +15,12 @@ from outboxio.model.payloads.classes import AnyEvent
 from outboxio.support.text import is_respelt, meant_by
 
 
+def handlers_from_object(handler: EventHandler[Any]) -> list[Handler]:
+    """The handler that an :class:`EventHandler` object describes, and its companions."""
+    made = handler_from_object(handler)
+    return [made, *map(handler_from_object, handler.companions())]
+
+
 def handler_from_object(handler: EventHandler[Any]) -> Handler:
     """The handler that an :class:`EventHandler` object describes."""
     cls = type(handler)

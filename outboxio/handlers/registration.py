@@ -24,7 +24,7 @@ from outboxio.handlers.handler import (
     make_handler,
     refuse_unfit,
 )
-from outboxio.handlers.handler_object import handler_from_object
+from outboxio.handlers.handler_object import handlers_from_object
 from outboxio.handlers.options import Batch, HandlerKeywords, SingleKeywords
 from outboxio.handlers.resources import Plan, Resources
 from outboxio.model.envelope import EventEnvelope
@@ -161,7 +161,7 @@ class Registration(ABC):
     def add_handler(self, handler: EventHandler[Any]) -> None:
         """Register an :class:`EventHandler` object. Raises :class:`RegistrationError` like :meth:`handler`."""
         self._refuse_while_running()
-        self._add(handler_from_object(handler))
+        self._add(*handlers_from_object(handler))
 
     def include(self, handlers: Handlers) -> None:
         """Register all handlers and event classes of a :class:`Handlers`.

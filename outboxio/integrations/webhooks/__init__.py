@@ -1,9 +1,24 @@
-"""Webhooks. ``verify`` checks the signature of a request that another service has sent.
+"""Webhooks, by the specification Standard Webhooks: send events to customers, and verify requests of other services.
 
-Needs ``outboxio[webhooks]`` for Standard Webhooks. The schemes of Stripe, GitHub and Slack need no library.
+Needs ``outboxio[webhooks]``. Only ``verify`` with the schemes of Stripe, GitHub and Slack needs no library.
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from outboxio.errors import InvalidSignature
 from outboxio.integrations.webhooks.incoming import verify
 
-__all__ = ["InvalidSignature", "verify"]
+if TYPE_CHECKING:
+    from outboxio.integrations.webhooks.endpoint import Endpoint, WebhookEndpointDisabled
+    from outboxio.integrations.webhooks.outgoing import Webhooks
+
+__all__ = ["Endpoint", "InvalidSignature", "WebhookEndpointDisabled", "Webhooks", "verify"]
+
+_OUTGOING = {"Endpoint": "endpoint", "WebhookEndpointDisabled": "endpoint", "Webhooks": "outgoing"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _OUTGOING:
+        return getattr(import_module(f"{__name__}.{_OUTGOING[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,180 @@
+"""Endpoints, and what a process knows of them: requests under way, failures, and when to try again."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+from typing import Any
+from uuid import UUID
+
+from msgspec import Struct
+from msgspec.structs import force_setattr
+from standardwebhooks import Webhook
+
+from outboxio.errors import ConfigurationError, RetryAfter
+from outboxio.model.event import NAME_LENGTH, Event
+from outboxio.support.duration import jittered, pause_after
+from outboxio.support.text import briefly
+
+MODEL = "WebhookEndpoint"
+"""The model type of deliveries; the model id is the id of the endpoint."""
+
+REQUESTS = 4  # under way at the same time, for each endpoint and process
+FAST, MOST_INSIDE = 0.1, 32  # an endpoint that answers within FAST seconds may have some deliveries wait for a request
+OPENS_AFTER = 2  # failures in a row
+LONGEST_PAUSE, SPACING = 60.0, 0.5  # seconds: of an open circuit, and between deliveries that wait for it
+DISABLED_FOR = 600.0
+LONGEST_WAIT = 3600.0
+
+
+class Endpoint(Struct, frozen=True):
+    """A receiver of webhooks.
+
+    ``url``: given by a customer, and treated as hostile. ``secrets``: the keys that sign, ``"whsec_..."`` in base64;
+    each request is signed with all of them, so a customer changes to a new secret while both are valid. ``id``: names
+    the endpoint in the tables, so give the primary key of your row; by default a hash of the URL.
+
+    Raises :class:`~outboxio.ConfigurationError` for an id or secrets of a wrong type, or a secret that is not base64. A
+    URL is refused at delivery, because one bad URL must not keep the event from other endpoints.
+
+    Example::
+
+        Endpoint("https://hooks.example.com/orders", secrets=["whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"], id="42")
+    """
+
+    url: str
+    secrets: Sequence[str]
+    id: str | None = None
+
+    def __post_init__(self) -> None:
+        given: Any = self  # callers may not be typed
+        if not isinstance(given.url, str):
+            raise ConfigurationError(f"url of endpoint {self.id!r} is {briefly(self.url)}; expected a string")
+        if isinstance(given.secrets, str | bytes) or not given.secrets:
+            raise ConfigurationError(f"endpoint {self!r} needs a list of at least one secret, as in secrets=[secret]")
+        for secret in self.secrets:
+            try:
+                Webhook(secret)
+            except Exception:
+                raise ConfigurationError(f"endpoint {self!r} has a secret that is not 'whsec_' and base64") from None
+        if given.id is not None and (not isinstance(given.id, str) or not 0 < len(given.id) <= NAME_LENGTH):
+            raise ConfigurationError(
+                f"id of endpoint {self!r} is {briefly(self.id)}; expected text of 1 to {NAME_LENGTH} characters"
+            )
+        force_setattr(self, "id", self.id or hashlib.sha256(self.url.encode()).hexdigest()[:24])
+
+    @property
+    def key(self) -> str:
+        """The id, which is never ``None`` after construction."""
+        assert self.id is not None
+        return self.id
+
+    def signature(self, message_id: str, now: datetime, body: str) -> str:
+        """The value of ``webhook-signature``: a signature for each secret."""
+        return " ".join(Webhook(secret).sign(message_id, now, body) for secret in self.secrets)
+
+    def __repr__(self) -> str:  # without secrets, and without the path, which may be one
+        return f"<Endpoint {self.id} of {self.url.partition('//')[2].partition('/')[0][-80:]!r}>"
+
+
+class WebhookEndpointDisabled(Event, frozen=True):
+    """An endpoint has answered 410, or its deliveries have failed until the end of their retries.
+
+    Handle the event to mark your row of the endpoint, so that ``endpoints`` does not return it any more. ``reason`` is
+    a sentence for the customer.
+
+    Example::
+
+        @outbox.handler(WebhookEndpointDisabled, name="disable-endpoint", delivery="transactional")
+        async def disable(envelope: EventEnvelope[WebhookEndpointDisabled]) -> None:
+            await envelope.tx.execute("UPDATE endpoints SET is_on = false WHERE id = $1", envelope.event.endpoint_id)
+    """
+
+    endpoint_id: str
+    reason: str
+
+
+class DeliveryPostponed(RetryAfter):
+    """A delivery is made later: the endpoint asks for it, or the endpoint is failing, or is busy."""
+
+    def __init__(self, seconds: float, reason: str, *, count_attempt: bool) -> None:
+        super().__init__(round(max(seconds, 0.01), 3), count_attempt=count_attempt)
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"{self.reason}; next attempt in {self.delay} s"
+
+
+class Lane:
+    """An endpoint as this process knows it: requests under way, and a circuit breaker.
+
+    A delivery that may not start is postponed, which uses no attempt and keeps no run of the handler. Postponed
+    deliveries get times one behind the other, so that few of them are postponed again.
+    """
+
+    def __init__(self) -> None:
+        self.failures = 0
+        self.succeeded_date: datetime | None = None
+        self._inside = 0
+        self._requests = asyncio.Semaphore(REQUESTS)
+        self._pace = 1.0  # seconds of a request, of late
+        self._open_until = 0.0
+        self._planned = 0.0
+        self._reason = ""
+        self._disabled_by: UUID | None = None
+
+    @asynccontextmanager
+    async def request(self) -> AsyncGenerator[None]:
+        """Make a request within the block. Raises :class:`DeliveryPostponed` if the endpoint may not be asked now."""
+        self._inside += 1
+        try:
+            self._refuse_open()
+            most = 1 if self.failures >= OPENS_AFTER else MOST_INSIDE if self._pace < FAST else REQUESTS
+            if self._inside > most:
+                raise self._later(self._reason if most == 1 else f"{REQUESTS} requests to the endpoint are under way")
+            async with self._requests:
+                self._refuse_open()
+                yield
+        finally:
+            self._inside -= 1
+
+    def _refuse_open(self) -> None:
+        if self._open_until > _now():
+            raise self._later(f"the endpoint is failing: {self._reason}")
+
+    def _later(self, reason: str) -> DeliveryPostponed:
+        now = _now()
+        spacing = SPACING if self.failures else self._pace / REQUESTS
+        self._planned = max(self._planned, self._open_until, now) + spacing
+        wait = self._planned - now
+        return DeliveryPostponed(
+            wait if wait < LONGEST_WAIT else jittered(LONGEST_WAIT, 0.5), reason, count_attempt=False
+        )
+
+    def succeeded(self, seconds: float) -> None:
+        self._pace = seconds if self.succeeded_date is None else 0.8 * self._pace + 0.2 * seconds
+        self.failures, self._open_until, self._planned, self._disabled_by = 0, 0.0, 0.0, None
+        self.succeeded_date = datetime.now(UTC).replace(tzinfo=None)
+
+    def failed(self, reason: str, pause: float = 0.0) -> None:
+        """A request has failed. ``pause``: the seconds for which the endpoint wants no request."""
+        self.failures += 1
+        self._reason = reason
+        if self.failures >= OPENS_AFTER:
+            pause = max(pause, pause_after(self.failures - OPENS_AFTER + 1, first=1.0, longest=LONGEST_PAUSE))
+        self._open_until = max(self._open_until, _now() + pause)
+
+    def disable(self, by: UUID, reason: str) -> bool:
+        """Send nothing for 10 min; False if another notification has done so already."""
+        if self._disabled_by not in (None, by) and self._open_until > _now():
+            return False
+        self._disabled_by, self.failures, self._reason = by, max(self.failures, OPENS_AFTER), reason
+        self._open_until = _now() + DISABLED_FOR
+        return True
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

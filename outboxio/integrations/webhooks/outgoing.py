@@ -1,0 +1,266 @@
+"""Outgoing webhooks: an event becomes one delivery for each endpoint, and each delivery one signed request.
+
+``Webhooks`` registers two handlers. The first turns an event into events of the type :class:`WebhookDelivery`, exactly
+once and in one transaction. The second makes the requests. So each endpoint has a notification of its own, with its
+own attempts, and an endpoint that is down delays no other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextlib import AsyncExitStack
+from datetime import datetime, timedelta
+from inspect import isawaitable
+from typing import Any, ClassVar, Literal, Required, TypedDict, Unpack, cast
+from uuid import UUID
+
+import msgspec
+from msgspec.structs import replace
+
+from outboxio.errors import ConfigurationError, HandlerFailed, Unprocessable
+from outboxio.handlers.handler import EventHandler
+from outboxio.handlers.options import Batch
+from outboxio.integrations.webhooks.endpoint import MODEL, Endpoint, Lane, WebhookEndpointDisabled
+from outboxio.integrations.webhooks.sending import EndpointGone, Sender
+from outboxio.model.envelope import EventEnvelope, as_bytes
+from outboxio.model.event import Event, type_names, upcasters_of, version_of, with_subclasses
+from outboxio.model.payloads.classes import decoder_of, upcasting
+from outboxio.model.retry import Backoff, RetryPolicy
+from outboxio.support.text import briefly, instead_of
+
+# pyright: reportPrivateUsage=false
+
+Envelope = EventEnvelope[Any]
+Endpoints = Callable[[Envelope], Iterable[Endpoint] | Awaitable[Iterable[Endpoint]]] | Iterable[Endpoint]
+
+_OF_FIRST = ("name", "topic", "raw", "aliases", "since")
+SUFFIX, TOPIC = ".deliveries", "outboxio.webhooks."
+RETRY = RetryPolicy(base="5s", factor=4, cap="8h", retention="5d")
+
+
+class WebhookOptions(TypedDict, total=False):
+    """The keywords of :class:`Webhooks`.
+
+    * ``name``: the handler's name. The handler of the deliveries has this name with ``.deliveries`` behind it.
+    * ``types``: the event types, as in ``@outbox.handler``; or ``topic``, all events on a topic.
+    * ``endpoints``: see :class:`Webhooks`.
+    * ``ordered``: each endpoint gets its events one after the other, and waits behind a delivery that fails.
+    * ``timeout``: of a request in all, 15 s by default; ``connect_timeout``: until it is connected, 5 s.
+    * ``retry``: the attempts of a delivery; by default after 5 s, 20 s, 80 s ... 8 h, for 5 days.
+    * ``concurrency``: the deliveries under way in a process, 256 by default; an endpoint has at most 4 requests.
+    * ``allow``: host names and networks that are reached although they are not public, for tests and receivers inside.
+    * ``raw``, ``aliases``, ``since``: as in ``@outbox.handler``.
+    """
+
+    name: Required[str]
+    endpoints: Required[Endpoints]
+    types: Iterable[Any]
+    topic: str | None
+    ordered: bool
+    timeout: timedelta | float | str
+    connect_timeout: timedelta | float | str
+    retry: RetryPolicy | Backoff
+    concurrency: int
+    allow: Iterable[str]
+    raw: bool
+    aliases: Iterable[str]
+    since: datetime | Literal["now"] | None
+
+
+class WebhookDelivery(Event, frozen=True, type_name="outboxio.WebhookDelivery"):
+    """An event that an endpoint should get. Holds no URL and no secrets: both are looked up at each attempt."""
+
+    endpoint_id: str
+    event_id: UUID
+    type: str
+    version: int
+    model_id: str | None
+    model_type: str | None
+    body: str
+
+
+class Webhooks(EventHandler[Any]):
+    """Sends each event to every endpoint that wants it, signed as Standard Webhooks says.
+
+    ``endpoints`` is a list of endpoints, or a function of the envelope, async or plain, that returns the endpoints of
+    an event, such as those of its tenant. The function is called when the event is handled, and again for each attempt
+    of a delivery, so URL and secrets are the current ones. ``envelope.tx`` can read a table of the application both
+    times. At an attempt it is read-only, and of the envelope only ``event``, ``event_id``, ``event_type``,
+    ``model_id``, ``model_type``, ``correlation_id``, ``shard`` and ``resources`` are those of the original event. A
+    delivery whose endpoint is not returned any more ends DEAD.
+
+    The body is ``{"type", "timestamp", "data"}``, and ``webhook-id`` is the id of the event. An answer with a status of
+    2xx is a success. An answer 410 ends the delivery DEAD, and any other answer is tried again. Redirects are not
+    followed. After a 410, or a delivery that failed until the end of ``retry`` without a success of the endpoint in
+    between, the outbox emits :class:`WebhookEndpointDisabled`, and sends the endpoint nothing for 10 min.
+
+    A URL has to be ``https`` on port 443 or above 1023, and its host has to have public addresses only.
+
+    Raises :class:`~outboxio.ConfigurationError` for an option that cannot be understood.
+
+    Example::
+
+        async def endpoints(envelope: EventEnvelope[OrderPaid]) -> list[Endpoint]:
+            sql = "SELECT id, url, secret FROM endpoints WHERE tenant_id = $1 AND is_on"
+            rows = await envelope.tx.fetch(sql, envelope.event.tenant_id)
+            return [Endpoint(row["url"], [row["secret"]], id=str(row["id"])) for row in rows]
+
+        outbox.add_handler(Webhooks(name="webhooks", types=[OrderPaid], endpoints=endpoints))
+    """
+
+    delivery: ClassVar[Any] = "transactional"
+    batch: ClassVar[Batch | None] = Batch(size=50, max_wait=0)
+
+    def __init__(self, **options: Unpack[WebhookOptions]) -> None:
+        for option in options:
+            if option not in WebhookOptions.__annotations__:
+                hint = instead_of(option, WebhookOptions.__annotations__)
+                raise ConfigurationError(f"Webhooks {options.get('name')!r} has no option {option!r}: {hint}")
+        given: Any = options.get("endpoints")
+        if not callable(given):
+            given = checked_endpoints(given)
+        self._endpoints: Endpoints = given
+        own: dict[str, Any] = {name: given for name, given in options.items() if name in _OF_FIRST}
+        self.__dict__.update(own, event_types=options.get("types", ()))  # class variables, which each object has
+        self._deliveries = _Deliveries(self, options)
+
+    def companions(self) -> Iterable[EventHandler[Any]]:
+        return (self._deliveries,)
+
+    async def handle(self, envelopes: list[EventEnvelope[Any]]) -> None:
+        """Emit a delivery for each endpoint of each event."""
+        for envelope in envelopes:
+            body = _body(envelope)
+            for endpoint in await self.endpoints_of(envelope):
+                delivery = WebhookDelivery(
+                    endpoint.key, envelope.event_id, envelope.event_type, envelope.event_version, envelope.model_id,
+                    envelope.model_type, body,
+                )  # fmt: skip
+                envelope.emit(
+                    delivery,
+                    model_id=endpoint.key,
+                    model_type=MODEL,
+                    ordering_key=endpoint.key,
+                    topic=TOPIC + self.name,
+                )
+
+    async def endpoints_of(self, envelope: Envelope) -> list[Endpoint]:
+        """The endpoints of an event. :class:`~outboxio.ConfigurationError` if the function returns anything else."""
+        if not callable(self._endpoints):
+            return cast("list[Endpoint]", self._endpoints)
+        found = self._endpoints(envelope)
+        return checked_endpoints(await found if isawaitable(found) else found)
+
+    async def endpoint(self, envelope: EventEnvelope[WebhookDelivery]) -> Endpoint | None:
+        """The endpoint of a delivery as it is now; ``None`` if it is not among the endpoints of the event any more."""
+        delivery, original = envelope.event, envelope
+        async with AsyncExitStack() as stack:
+            if callable(self._endpoints):
+                outbox: Any = envelope._context.outbox
+                connection = await stack.enter_async_context(outbox.connection(shard=envelope.shard))
+                original = self._original(envelope)
+                original.within(connection._tx, shared=True)
+            found = await self.endpoints_of(original)
+        return next((one for one in found if one.key == delivery.endpoint_id), None)
+
+    def _original(self, envelope: EventEnvelope[WebhookDelivery]) -> Envelope:
+        """An envelope of the event that the delivery is about."""
+        delivery, row = envelope.event, envelope._row
+        payload = bytes(msgspec.json.decode(delivery.body, type=dict[str, msgspec.Raw])["data"])
+        context = replace(
+            row.context, event_id=delivery.event_id, model_id=delivery.model_id, model_type=delivery.model_type
+        )
+        original = replace(row, event_type=delivery.type, payload=payload, raw_context=context)
+        return EventEnvelope(self._decoded(delivery, payload), original, envelope._context)
+
+    def _decoded(self, delivery: WebhookDelivery, payload: bytes) -> Any:
+        if vars(self).get("raw", False):
+            return payload
+        classes = (cls for given in self.event_types if isinstance(given, type) for cls in with_subclasses(given))
+        cls = next((cls for cls in classes if delivery.type in type_names(cls)), None)
+        if cls is None:
+            return msgspec.json.decode(payload)
+        decode = upcasting(delivery.type, decoder_of(cls), delivery.version, version_of(cls), upcasters_of(cls))
+        return decode(payload.decode())
+
+
+class _Deliveries(EventHandler[WebhookDelivery]):
+    """The handler that makes the requests."""
+
+    event_types: ClassVar[Any] = (WebhookDelivery,)
+
+    def __init__(self, webhooks: Webhooks, options: WebhookOptions) -> None:
+        self._webhooks = webhooks
+        self._sender = Sender(
+            options.get("timeout", 15.0), options.get("connect_timeout", 5.0), options.get("allow", ())
+        )
+        self._lanes: dict[str, Lane] = {}
+        names = [webhooks.name, *webhooks.aliases]
+        name, *aliases = [name + SUFFIX for name in names]
+        self.__dict__.update(
+            name=name,
+            aliases=aliases,
+            topic=TOPIC + webhooks.name,
+            retry=options.get("retry", RETRY),
+            concurrency=options.get("concurrency", 256),
+            timeout=self._sender.timeout + 45,  # the lookup, and the wait for a request of the endpoint
+            ordered=options.get("ordered", False),
+            on_dead_key="continue" if options.get("ordered", False) else None,
+        )
+
+    def _lane(self, endpoint_id: str) -> Lane:
+        lane = self._lanes.get(endpoint_id)
+        if lane is None:
+            lane = self._lanes[endpoint_id] = Lane()
+        return lane
+
+    async def handle(self, envelope: EventEnvelope[WebhookDelivery]) -> None:
+        """Make one request. An error says what follows: another attempt, a later one, or none."""
+        delivery = envelope.event
+        lane = self._lane(delivery.endpoint_id)
+        async with lane.request():
+            endpoint = await self._webhooks.endpoint(envelope)
+            if endpoint is None:
+                raise EndpointMissing(delivery.endpoint_id)
+            await self._sender.send(endpoint, str(delivery.event_id), delivery.body, lane)
+
+    async def on_dead(self, envelope: EventEnvelope[WebhookDelivery], error: HandlerFailed) -> None:
+        """Disable an endpoint that is gone, or has had no success since the event of this delivery."""
+        delivery: WebhookDelivery | None = envelope.event  # None if it cannot be decoded
+        if delivery is None or error.type.endswith(EndpointMissing.__name__):
+            return
+        lane = self._lane(delivery.endpoint_id)
+        has_worked = lane.succeeded_date is not None and lane.succeeded_date > envelope.event_date
+        is_gone = error.type.endswith(EndpointGone.__name__)
+        if (is_gone or not has_worked) and lane.disable(envelope.notification_id, error.message):
+            disabled = WebhookEndpointDisabled(delivery.endpoint_id, error.message)
+            envelope.emit(disabled, model_id=delivery.endpoint_id, model_type=MODEL)
+
+    async def close(self) -> None:
+        self._lanes.clear()
+        await self._sender.close()
+
+
+class EndpointMissing(Unprocessable):
+    """The endpoint of a delivery is not among the endpoints of its event any more."""
+
+    def __init__(self, endpoint_id: str) -> None:
+        super().__init__(f"endpoints= does not return endpoint {endpoint_id!r} any more: it was removed or disabled")
+
+
+def checked_endpoints(given: Any) -> list[Endpoint]:
+    """The endpoints as a list. :class:`~outboxio.ConfigurationError` for anything else."""
+    try:
+        found = list(given)
+    except TypeError:
+        found = [given]
+    for one in found:
+        if not isinstance(one, Endpoint):
+            raise ConfigurationError(f"endpoints= has {briefly(one)}; expected Endpoint objects, or a function of them")
+    return found
+
+
+def _body(envelope: Envelope) -> str:
+    """The body as Standard Webhooks recommends, with the stored JSON of the event."""
+    head: Mapping[str, Any] = {"type": envelope.event_type, "timestamp": f"{envelope.event_date.isoformat()}Z"}
+    return msgspec.json.encode({**head, "data": msgspec.Raw(as_bytes(envelope.payload))}).decode()

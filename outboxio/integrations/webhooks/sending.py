@@ -1,0 +1,125 @@
+"""One request of a webhook: signed, limited in everything, and an error that says what follows."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from datetime import UTC, datetime, timedelta
+from email.utils import parsedate_to_datetime
+
+import httpcore
+
+from outboxio.errors import Unprocessable
+from outboxio.integrations.webhooks.addresses import AllowList, CheckedBackend, checked_url
+from outboxio.integrations.webhooks.endpoint import DeliveryPostponed, Endpoint, Lane
+from outboxio.support.duration import parse_duration
+from outboxio.support.log import one_line, type_name
+from outboxio.version import __version__
+
+MOST_READ = 16 * 1024  # bytes of an answer
+MOST_SHOWN = 500  # characters of an answer in an error
+LONGEST_RETRY_AFTER = 3600.0
+MOST_IDLE, IDLE = 256, 30.0  # connections, and seconds
+
+_FAILURES = (OSError, httpcore.NetworkError, httpcore.TimeoutException, httpcore.ProtocolError)
+
+
+class DeliveryFailed(Exception):
+    """An endpoint did not answer, or not with a status of 2xx. The delivery is tried again."""
+
+
+class EndpointGone(Unprocessable):
+    """An endpoint has answered 410: it wants no more deliveries."""
+
+
+class Sender:
+    """Makes requests, over connections that are kept for the next request to the same host."""
+
+    def __init__(
+        self, timeout: timedelta | float | str, connect_timeout: timedelta | float | str, allow: Iterable[str]
+    ) -> None:
+        self.timeout = parse_duration(timeout, key="timeout").total_seconds()
+        connect = parse_duration(connect_timeout, key="connect_timeout").total_seconds()
+        self._limits = {"timeout": {"connect": connect, "read": self.timeout, "write": self.timeout}}
+        self._allowed = AllowList(allow)
+        self._pool: httpcore.AsyncConnectionPool | None = None
+
+    async def send(self, endpoint: Endpoint, message_id: str, body: str, lane: Lane) -> None:
+        """Send a message. Returns after an answer of 2xx, and raises after any other; ``lane`` is updated."""
+        started = asyncio.get_running_loop().time()
+        try:
+            url = checked_url(endpoint.url, self._allowed)
+            status, retry_after, text = await self._answer(url, endpoint, message_id, body)
+        except Unprocessable as error:
+            lane.failed(str(error))
+            raise
+        except _FAILURES as error:
+            reason = str(error) or f"no answer within {self.timeout:g} s ({type_name(error)})"
+            lane.failed(reason)
+            raise DeliveryFailed(reason) from error
+        if 200 <= status < 300:
+            lane.succeeded(asyncio.get_running_loop().time() - started)
+            return
+        told = f"the endpoint answered {status}" + (f": {text}" if text else "")
+        if status == 410:
+            raise EndpointGone(told)
+        pause = _seconds(retry_after) if status in (429, 503) and retry_after else None
+        lane.failed(told, pause or 0.0)
+        if pause is not None:
+            raise DeliveryPostponed(pause, told, count_attempt=True)
+        raise DeliveryFailed(told)
+
+    async def _answer(
+        self, url: httpcore.URL, endpoint: Endpoint, message_id: str, body: str
+    ) -> tuple[int, str | None, str]:
+        """Status, ``Retry-After``, and the beginning of the text."""
+        if self._pool is None:
+            self._pool = httpcore.AsyncConnectionPool(
+                network_backend=CheckedBackend(self._allowed), max_connections=None,
+                max_keepalive_connections=MOST_IDLE, keepalive_expiry=IDLE,
+            )  # fmt: skip
+        now = datetime.now(UTC)
+        headers = [
+            ("Host", _host(url)),
+            ("Content-Type", "application/json"),
+            ("Accept-Encoding", "identity"),
+            ("User-Agent", f"outboxio/{__version__}"),
+            ("webhook-id", message_id),
+            ("webhook-timestamp", str(int(now.timestamp()))),
+            ("webhook-signature", endpoint.signature(message_id, now, body)),
+        ]
+        async with asyncio.timeout(self.timeout):
+            request = self._pool.stream("POST", url, headers=headers, content=body.encode(), extensions=self._limits)
+            async with request as response:
+                found = {name.lower(): value for name, value in response.headers}
+                content = b""
+                async for chunk in response.aiter_stream():
+                    content += chunk
+                    if len(content) >= MOST_READ:
+                        break
+        retry_after = found.get(b"retry-after")
+        text = one_line(content[: MOST_SHOWN * 4].decode(errors="replace"), MOST_SHOWN)
+        return response.status, None if retry_after is None else retry_after.decode("latin-1"), text
+
+    async def close(self) -> None:
+        if self._pool is not None:
+            await self._pool.aclose()
+            self._pool = None
+
+
+def _host(url: httpcore.URL) -> str:
+    host = url.host.decode()
+    name = f"[{host}]" if ":" in host else host
+    return name if url.port is None else f"{name}:{url.port}"
+
+
+def _seconds(retry_after: str) -> float | None:
+    """The seconds that ``Retry-After`` asks for, at most 1 h; ``None`` if it cannot be understood."""
+    try:
+        if retry_after.strip().isdecimal():
+            seconds = float(retry_after)
+        else:
+            seconds = (parsedate_to_datetime(retry_after) - datetime.now(UTC)).total_seconds()
+    except (ValueError, TypeError, OverflowError):
+        return None
+    return min(max(seconds, 0.0), LONGEST_RETRY_AFTER)
