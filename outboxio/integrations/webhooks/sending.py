@@ -19,7 +19,7 @@ from outboxio.version import __version__
 MOST_READ = 16 * 1024  # bytes of an answer
 MOST_SHOWN = 500  # characters of an answer in an error
 LONGEST_RETRY_AFTER = 3600.0
-MOST_IDLE, IDLE = 256, 30.0  # connections, and seconds
+MOST_POOLS, IDLE = 256, 30.0  # hosts with open connections, and seconds
 
 _FAILURES = (OSError, httpcore.NetworkError, httpcore.TimeoutException, httpcore.ProtocolError)
 
@@ -42,7 +42,9 @@ class Sender:
         connect = parse_duration(connect_timeout, key="connect_timeout").total_seconds()
         self._limits = {"timeout": {"connect": connect, "read": self.timeout, "write": self.timeout}}
         self._allowed = AllowList(allow)
-        self._pool: httpcore.AsyncConnectionPool | None = None
+        self._ssl = httpcore.default_ssl_context()  # made once: reading the certificates takes 20 ms
+        self._backend = CheckedBackend(self._allowed)
+        self._pools: dict[str, httpcore.AsyncConnectionPool] = {}  # the least recently used first
 
     async def send(self, endpoint: Endpoint, message_id: str, body: str, lane: Lane) -> None:
         """Send a message. Returns after an answer of 2xx, and raises after any other; ``lane`` is updated."""
@@ -73,11 +75,6 @@ class Sender:
         self, url: httpcore.URL, endpoint: Endpoint, message_id: str, body: str
     ) -> tuple[int, str | None, str]:
         """Status, ``Retry-After``, and the beginning of the text."""
-        if self._pool is None:
-            self._pool = httpcore.AsyncConnectionPool(
-                network_backend=CheckedBackend(self._allowed), max_connections=None,
-                max_keepalive_connections=MOST_IDLE, keepalive_expiry=IDLE,
-            )  # fmt: skip
         now = datetime.now(UTC)
         headers = [
             ("Host", _host(url)),
@@ -89,22 +86,33 @@ class Sender:
             ("webhook-signature", endpoint.signature(message_id, now, body)),
         ]
         async with asyncio.timeout(self.timeout):
-            request = self._pool.stream("POST", url, headers=headers, content=body.encode(), extensions=self._limits)
-            async with request as response:
+            pool, content = await self._pool(str(url.origin)), body.encode()
+            async with pool.stream("POST", url, headers=headers, content=content, extensions=self._limits) as response:
                 found = {name.lower(): value for name, value in response.headers}
-                content = b""
+                answer = b""
                 async for chunk in response.aiter_stream():
-                    content += chunk
-                    if len(content) >= MOST_READ:
+                    answer += chunk
+                    if len(answer) >= MOST_READ:
                         break
         retry_after = found.get(b"retry-after")
-        text = one_line(content[: MOST_SHOWN * 4].decode(errors="replace"), MOST_SHOWN)
+        text = one_line(answer[: MOST_SHOWN * 4].decode(errors="replace"), MOST_SHOWN)
         return response.status, None if retry_after is None else retry_after.decode("latin-1"), text
 
+    async def _pool(self, origin: str) -> httpcore.AsyncConnectionPool:
+        """The connections to a host. A pool of its own for each, because a pool looks at all of its connections for
+        each request."""
+        pool = self._pools.pop(origin, None) or httpcore.AsyncConnectionPool(
+            network_backend=self._backend, max_connections=None, keepalive_expiry=IDLE, ssl_context=self._ssl
+        )
+        self._pools[origin] = pool
+        for oldest, idle in list(self._pools.items())[:-MOST_POOLS]:
+            if all(connection.is_idle() for connection in idle.connections):
+                await self._pools.pop(oldest).aclose()
+        return pool
+
     async def close(self) -> None:
-        if self._pool is not None:
-            await self._pool.aclose()
-            self._pool = None
+        while self._pools:
+            await self._pools.popitem()[1].aclose()
 
 
 def _host(url: httpcore.URL) -> str:
