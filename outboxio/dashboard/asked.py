@@ -26,6 +26,9 @@ ONCE = ("did", "format")
 
 LONGEST_KEPT = 60.0  # seconds after which an answer is forgotten, because a key may hold the filter of a user
 
+WEBHOOK_DELIVERY = "outboxio.WebhookDelivery"
+"""The stored name of the events of outgoing webhooks, whose classes need ``outboxio[webhooks]``."""
+
 T = TypeVar("T")
 
 _PARAMETER = re.compile(r"\{(\w+)(?::\w+)?\}")
@@ -200,6 +203,11 @@ class Asked:
     def has(self, page: str) -> bool:
         """True if there is a page, or an order that the database allows, with this name."""
         return page in self._paths and page not in self.refused
+
+    @property
+    def sends_webhooks(self) -> bool:
+        """True if a handler of this process sends webhooks."""
+        return any(WEBHOOK_DELIVERY in handler.wanted_names for handler in self.outbox._handlers)  # pyright: ignore[reportPrivateUsage]
 
     def is_at(self, page: str) -> bool:
         """True if this is the page, or a page below."""

@@ -13,6 +13,7 @@ from outboxio.dashboard.pages.notifications import dead, notifications
 from outboxio.dashboard.pages.operations import operation, operations
 from outboxio.dashboard.pages.overview import overview
 from outboxio.dashboard.pages.search import search
+from outboxio.dashboard.pages.webhooks import webhooks
 from outboxio.dashboard.view import Order, Route
 
 PAGES: list[Route] = [
@@ -31,6 +32,7 @@ PAGES: list[Route] = [
     Route("action", "/actions/{id}", action),
     Route("search", "/search", search, patience=LONG),
     Route("keys", "/keys", keys),
+    Route("webhooks", "/webhooks", webhooks, patience=LONG),
     Route("instances", "/instances", instances),
     Route("shards", "/shards", shards),
     Route("operations", "/operations", operations),

@@ -6,8 +6,8 @@ import asyncio
 import hashlib
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
-from datetime import UTC, datetime
-from typing import Any
+from datetime import datetime
+from typing import Any, cast
 from uuid import UUID
 
 from msgspec import Struct
@@ -102,10 +102,7 @@ class DeliveryPostponed(RetryAfter):
 
     def __init__(self, seconds: float, reason: str, *, count_attempt: bool) -> None:
         super().__init__(round(max(seconds, 0.01), 3), count_attempt=count_attempt)
-        self.reason = reason
-
-    def __str__(self) -> str:
-        return f"{self.reason}; next attempt in {self.delay} s"
+        self.args = (f"{reason}; next attempt in {self.delay} s",)
 
 
 class Lane:
@@ -118,6 +115,7 @@ class Lane:
     def __init__(self) -> None:
         self.failures = 0
         self.succeeded_date: datetime | None = None
+        """The date of the newest event that the endpoint took."""
         self._inside = 0
         self._requests = asyncio.Semaphore(REQUESTS)
         self._pace = 1.0  # seconds of a request, of late
@@ -154,15 +152,15 @@ class Lane:
             wait if wait < LONGEST_WAIT else jittered(LONGEST_WAIT, 0.5), reason, count_attempt=False
         )
 
-    def succeeded(self, seconds: float) -> None:
+    def succeeded(self, seconds: float, event_date: datetime) -> None:
         self._pace = seconds if self.succeeded_date is None else 0.8 * self._pace + 0.2 * seconds
         self.failures, self._open_until, self._planned, self._disabled_by = 0, 0.0, 0.0, None
-        self.succeeded_date = datetime.now(UTC).replace(tzinfo=None)
+        self.succeeded_date = max(event_date, self.succeeded_date or event_date)
 
-    def failed(self, reason: str, pause: float = 0.0) -> None:
-        """A request has failed. ``pause``: the seconds for which the endpoint wants no request."""
+    def failed(self, error: Exception) -> None:
         self.failures += 1
-        self._reason = reason
+        self._reason = str(error)
+        pause = float(cast(float, error.delay)) if isinstance(error, DeliveryPostponed) else 0.0
         if self.failures >= OPENS_AFTER:
             pause = max(pause, pause_after(self.failures - OPENS_AFTER + 1, first=1.0, longest=LONGEST_PAUSE))
         self._open_until = max(self._open_until, _now() + pause)

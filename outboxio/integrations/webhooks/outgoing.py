@@ -7,6 +7,7 @@ own attempts, and an endpoint that is down delays no other.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import AsyncExitStack
 from datetime import datetime, timedelta
@@ -20,12 +21,13 @@ from msgspec.structs import replace
 from outboxio.errors import ConfigurationError, HandlerFailed, Unprocessable
 from outboxio.handlers.handler import EventHandler
 from outboxio.handlers.options import Batch
-from outboxio.integrations.webhooks.endpoint import MODEL, Endpoint, Lane, WebhookEndpointDisabled
-from outboxio.integrations.webhooks.sending import EndpointGone, Sender
+from outboxio.integrations.webhooks.endpoint import MODEL, DeliveryPostponed, Endpoint, Lane, WebhookEndpointDisabled
+from outboxio.integrations.webhooks.sending import DeliveryFailed, EndpointGone, Sender
 from outboxio.model.envelope import EventEnvelope, as_bytes
 from outboxio.model.event import Event, type_names, upcasters_of, version_of, with_subclasses
 from outboxio.model.payloads.classes import decoder_of, upcasting
 from outboxio.model.retry import Backoff, RetryPolicy
+from outboxio.support.signature import is_async
 from outboxio.support.text import briefly, instead_of
 
 # pyright: reportPrivateUsage=false
@@ -156,9 +158,10 @@ class Webhooks(EventHandler[Any]):
         delivery, original = envelope.event, envelope
         async with AsyncExitStack() as stack:
             if callable(self._endpoints):
+                original = self._original(envelope)
+            if is_async(self._endpoints):  # a plain function cannot read through a transaction
                 outbox: Any = envelope._context.outbox
                 connection = await stack.enter_async_context(outbox.connection(shard=envelope.shard))
-                original = self._original(envelope)
                 original.within(connection._tx, shared=True)
             found = await self.endpoints_of(original)
         return next((one for one in found if one.key == delivery.endpoint_id), None)
@@ -222,7 +225,13 @@ class _Deliveries(EventHandler[WebhookDelivery]):
             endpoint = await self._webhooks.endpoint(envelope)
             if endpoint is None:
                 raise EndpointMissing(delivery.endpoint_id)
-            await self._sender.send(endpoint, str(delivery.event_id), delivery.body, lane)
+            started = asyncio.get_running_loop().time()
+            try:
+                await self._sender.send(endpoint, str(delivery.event_id), delivery.body)
+            except (DeliveryFailed, DeliveryPostponed, Unprocessable) as error:
+                lane.failed(error)
+                raise
+            lane.succeeded(asyncio.get_running_loop().time() - started, envelope.event_date)
 
     async def on_dead(self, envelope: EventEnvelope[WebhookDelivery], error: HandlerFailed) -> None:
         """Disable an endpoint that is gone, or has had no success since the event of this delivery."""
@@ -230,7 +239,7 @@ class _Deliveries(EventHandler[WebhookDelivery]):
         if delivery is None or error.type.endswith(EndpointMissing.__name__):
             return
         lane = self._lane(delivery.endpoint_id)
-        has_worked = lane.succeeded_date is not None and lane.succeeded_date > envelope.event_date
+        has_worked = lane.succeeded_date is not None and lane.succeeded_date > envelope.event_date  # with a later event
         is_gone = error.type.endswith(EndpointGone.__name__)
         if (is_gone or not has_worked) and lane.disable(envelope.notification_id, error.message):
             disabled = WebhookEndpointDisabled(delivery.endpoint_id, error.message)

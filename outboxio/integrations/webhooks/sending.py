@@ -11,7 +11,7 @@ import httpcore
 
 from outboxio.errors import Unprocessable
 from outboxio.integrations.webhooks.addresses import AllowList, CheckedBackend, checked_url
-from outboxio.integrations.webhooks.endpoint import DeliveryPostponed, Endpoint, Lane
+from outboxio.integrations.webhooks.endpoint import DeliveryPostponed, Endpoint
 from outboxio.support.duration import parse_duration
 from outboxio.support.log import one_line, type_name
 from outboxio.version import __version__
@@ -46,30 +46,21 @@ class Sender:
         self._backend = CheckedBackend(self._allowed)
         self._pools: dict[str, httpcore.AsyncConnectionPool] = {}  # the least recently used first
 
-    async def send(self, endpoint: Endpoint, message_id: str, body: str, lane: Lane) -> None:
-        """Send a message. Returns after an answer of 2xx, and raises after any other; ``lane`` is updated."""
-        started = asyncio.get_running_loop().time()
+    async def send(self, endpoint: Endpoint, message_id: str, body: str) -> None:
+        """Send a message. Returns after an answer of 2xx, and raises after any other."""
+        url = checked_url(endpoint.url, self._allowed)
         try:
-            url = checked_url(endpoint.url, self._allowed)
             status, retry_after, text = await self._answer(url, endpoint, message_id, body)
-        except Unprocessable as error:
-            lane.failed(str(error))
-            raise
         except _FAILURES as error:
             reason = str(error) or f"no answer within {self.timeout:g} s ({type_name(error)})"
-            lane.failed(reason)
             raise DeliveryFailed(reason) from error
         if 200 <= status < 300:
-            lane.succeeded(asyncio.get_running_loop().time() - started)
             return
         told = f"the endpoint answered {status}" + (f": {text}" if text else "")
         if status == 410:
             raise EndpointGone(told)
         pause = _seconds(retry_after) if status in (429, 503) and retry_after else None
-        lane.failed(told, pause or 0.0)
-        if pause is not None:
-            raise DeliveryPostponed(pause, told, count_attempt=True)
-        raise DeliveryFailed(told)
+        raise DeliveryFailed(told) if pause is None else DeliveryPostponed(pause, told, count_attempt=True)
 
     async def _answer(
         self, url: httpcore.URL, endpoint: Endpoint, message_id: str, body: str

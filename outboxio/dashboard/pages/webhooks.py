@@ -1,0 +1,73 @@
+"""The endpoints of outgoing webhooks, with their newest deliveries."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from datetime import datetime
+
+from msgspec import Struct
+
+from outboxio.dashboard.asked import WEBHOOK_DELIVERY, Asked
+from outboxio.dashboard.filters import refuse_unknown_words
+from outboxio.dashboard.lists import OTHER_WORDS, Row, rows_of
+from outboxio.dashboard.view import View
+from outboxio.model.notification import State
+from outboxio.model.operating.groups import Filter
+from outboxio.model.operating.operation import WORST_FIRST
+
+LOOKED_AT = 500
+
+
+class EndpointRow(Struct, frozen=True, kw_only=True):
+    """An endpoint, by its deliveries among the newest."""
+
+    endpoint_id: str
+    handler_name: str
+    states: Mapping[str, int]
+    """The deliveries in each state, the worst state first."""
+    attempts: int
+    """The attempts of the delivery that ``error`` belongs to, or else of the newest."""
+    error: str | None
+    """The error of the newest delivery that is not SUCCEEDED. Without the right to read payloads, its class only."""
+    updated_date: datetime
+
+
+class WebhooksFacts(Struct, frozen=True, kw_only=True):
+    """The facts of the page."""
+
+    endpoints: list[EndpointRow]
+    """Endpoints with failures first."""
+    looked_at: int
+    is_all: bool
+
+
+async def webhooks(asked: Asked) -> View:
+    """The endpoints of the newest 500 deliveries."""
+    refuse_unknown_words(asked.query, OTHER_WORDS)
+    found: dict[tuple[str, str], list[Row]] = {}
+    rows: list[Row] = []
+    is_all = True
+    if asked.sends_webhooks:
+        filter = Filter(event_type=WEBHOOK_DELIVERY)
+        page = await asked.admin.list(filter, LOOKED_AT, documents=False, shard=asked.shard)
+        rows, is_all = rows_of(page, asked), page.next is None
+    for row in rows:
+        found.setdefault((row.handler_name, row.model_id or ""), []).append(row)
+    endpoints = [_endpoint(*key, some) for key, some in found.items()]
+    endpoints.sort(key=lambda one: (one.error is None, one.handler_name, one.endpoint_id))
+    facts = WebhooksFacts(endpoints=endpoints, looked_at=len(rows), is_all=is_all)
+    return View(template="webhooks.html", title="Webhooks", facts=facts)
+
+
+def _endpoint(handler_name: str, endpoint_id: str, rows: list[Row]) -> EndpointRow:
+    states = Counter(str(row.state) for row in rows)
+    newest = next((row for row in rows if row.state is not State.SUCCEEDED and row.error_type), rows[0])
+    return EndpointRow(
+        endpoint_id=endpoint_id,
+        handler_name=handler_name,
+        states={state: states[state] for state in WORST_FIRST if states[state]},
+        attempts=newest.attempts,
+        error=newest.error or newest.error_type,
+        updated_date=max(row.updated_date for row in rows),
+    )

@@ -1,0 +1,137 @@
+"""URLs of customers reach nothing but public addresses, counted at listeners on this machine."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import subprocess
+from collections.abc import Awaitable, Callable
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outboxio import Event, Outbox
+from outboxio.integrations.webhooks import Endpoint, Webhooks, addresses
+from tests.kit.programs import programs
+from tests.kit.app import Look
+from tests.kit.endpoints import SECRET, receiving
+
+pytestmark = [pytest.mark.above_statements, pytest.mark.database]
+
+MakeOutbox = Callable[..., Awaitable[Outbox]]
+
+
+class Shipped(Event):
+    order: int
+
+
+URLS = """
+https://127.0.0.1:PORT/ https://127.1:PORT/ https://0:PORT/ https://0.0.0.0:PORT/ https://2130706433:PORT/
+https://0x7f000001:PORT/ https://0x7f.1:PORT/ https://0x7f.0.0.0x1:PORT/ https://017700000001:PORT/
+https://0177.0.0.1:PORT/ https://127.0.0.1.:PORT/ https://localhost:PORT/ https://LOCALHOST:PORT/ https://localhost.:PORT/
+https://[::1]:PORT/ https://[::]:PORT/ https://[0:0:0:0:0:0:0:1]:PORT/ https://[::ffff:127.0.0.1]:PORT/
+https://[::ffff:7f00:1]:PORT/ https://[::127.0.0.1]:PORT/ https://[2002:7f00:1::]:PORT/ https://[64:ff9b::7f00:1]:PORT/
+https://[2001:0:7f00:1::]:PORT/ https://[fe80::1%25lo]:PORT/ https://[fd00:ec2::254]:PORT/ https://[ff02::1]:PORT/
+https://169.254.169.254/ https://100.100.100.200/ https://168.63.129.16/ https://10.0.0.1:PORT/ https://192.0.0.192/
+https://user:pass@127.0.0.1:PORT/ https://example.com@127.0.0.1:PORT/ https://127.0.0.1:PORT#@example.com/
+https://example.com:22/ https://example.com\\@127.0.0.1:PORT/ http://127.0.0.1:PORT/ http://example.com/
+ftp://127.0.0.1:PORT/ file:///etc/passwd gopher://127.0.0.1:PORT/ //127.0.0.1:PORT/ https://:PORT/ https://[::1:PORT/
+https://ⓛⓞⓒⓐⓛⓗⓞⓢⓣ:PORT/ https://127。0。0。1:PORT/ https://xn--:PORT/ https://intranet:PORT/
+https://loop.example.com:PORT/ https://mixed.example.com:PORT/ https://mapped.example.com:PORT/
+https://rebinds.example.com:PORT/ https://nowhere.example.com:PORT/
+""".split()
+URLS += ["https://127.0.0.1:PORT/\r\nX: y", "https://127.0.0.1\t:PORT/", "https://example.com/" + "a" * 2048, ""]
+
+NAMES = {
+    "loop.example.com": ["127.0.0.1"], "mixed.example.com": ["93.184.216.34", "127.0.0.1"],
+    "mapped.example.com": ["::ffff:127.0.0.1"],
+}  # fmt: skip
+
+
+class Resolver:
+    """A name server under the control of the customer: ``rebinds`` is public once, and then this machine."""
+
+    def __init__(self, **names: list[str]) -> None:
+        self.names = {**NAMES, **names}
+        self.asked: list[str] = []
+
+    async def __call__(self, host: str, port: int, limiter: Any) -> list[str]:
+        self.asked.append(host)
+        if host == "rebinds.example.com":
+            return ["127.0.0.1"] if self.asked.count(host) > 1 else ["93.184.216.34"]
+        if host not in self.names:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return self.names[host]
+
+
+async def test_hostile_urls_reach_nothing(make_outbox: MakeOutbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    resolver, connected = Resolver(), list[str]()
+    monkeypatch.setattr(addresses, "resolve", resolver)
+    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
+    connect = addresses.httpcore.AnyIOBackend.connect_tcp
+
+    async def only_here(self: Any, host: str, port: int, *args: Any) -> Any:
+        connected.append(host)
+        if ip_address(host).is_loopback:
+            return await connect(self, host, port, *args)
+        raise addresses.httpcore.ConnectError("the public address is not reached in a test")
+
+    monkeypatch.setattr(addresses.httpcore.AnyIOBackend, "connect_tcp", only_here)
+    async with receiving("127.0.0.1") as v4, receiving("::1") as v6:
+        urls = [url.replace("PORT", str(receiver.port)) for url in URLS for receiver in (v4, v6)]
+        found = [Endpoint(url, [SECRET], str(number)) for number, url in enumerate(urls)]
+        outbox = await make_outbox()
+        outbox.add_handler(Webhooks(name="hooks", types=[Shipped], endpoints=found))
+        async with outbox.transaction("ship") as tx:
+            tx.emit(Shipped(1))
+        assert (await outbox.drain()).succeeded == 1  # the handler that emits the deliveries
+        assert len(URLS) > 40
+        assert (v4.connections, v6.connections) == (0, 0)
+        assert set(connected) == {"93.184.216.34"}  # the first answer for the name that changes
+        assert connected == ["93.184.216.34"]
+
+
+@pytest.mark.parametrize("address", [
+    "1.1.1.1", "93.184.216.34", "2606:2800:220:1:248:1893:25c8:1946", "2a00:1450:4001::1",
+])  # fmt: skip
+def test_public_addresses_are_reached(address: str) -> None:
+    assert addresses.is_public(ip_address(address))
+
+
+@pytest.mark.parametrize("address", [
+    "100.64.0.1", "224.0.0.1", "240.0.0.1", "255.255.255.255", "192.88.99.1", "198.18.0.1", "198.51.100.1", "0.0.0.1",
+    "172.16.0.1", "192.168.1.1", "169.254.1.1", "2001:db8::1", "3fff::1", "2002:808:808::", "64:ff9b::808:808",
+    "64:ff9b:1::1", "::ffff:8.8.8.8", "::8.8.8.8", "fec0::1", "ff0e::1", "100::1", "2001:0:808:808::",
+])  # fmt: skip
+def test_special_addresses_are_not_public(address: str) -> None:
+    assert not addresses.is_public(ip_address(address))
+
+
+@pytest.mark.parametrize("certified", ["hooks.example.com", "other.example.com"])
+async def test_the_certificate_has_to_be_for_the_host_name(
+    make_outbox: MakeOutbox, look: Look, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, certified: str
+) -> None:
+    programs.need("openssl")
+    file, key = tmp_path / "cert.pem", tmp_path / "cert.key"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", f"/CN={certified}",
+         "-addext", f"subjectAltName=DNS:{certified}", "-keyout", str(key), "-out", str(file)],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    monkeypatch.setenv("SSL_CERT_FILE", str(file))
+    monkeypatch.setattr(addresses, "resolve", Resolver(**{"hooks.example.com": ["127.0.0.1"]}))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(file, key)
+    async with receiving(context=context) as receiver:
+        endpoint = Endpoint(f"https://hooks.example.com:{receiver.port}/", [SECRET])
+        outbox = await make_outbox()
+        outbox.add_handler(Webhooks(name="hooks", types=[Shipped], endpoints=[endpoint], allow=["127.0.0.1"]))
+        async with outbox.transaction("ship") as tx:
+            tx.emit(Shipped(1))
+        await outbox.drain()
+        is_right = certified == "hooks.example.com"
+        assert len(receiver.requests) == is_right
+        assert ("FAILED" in await look.states()) is not is_right
+        await outbox.close()

@@ -1,0 +1,287 @@
+"""Outgoing webhooks: one delivery for each event and endpoint, signed, tried again, and no endpoint delays another."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from datetime import timedelta
+from typing import Any
+from uuid import UUID
+
+import pytest
+from standardwebhooks import Webhook
+
+from outboxio import ConfigurationError, Event, EventEnvelope, Outbox, RetryPolicy
+from outboxio.integrations.webhooks import Endpoint, WebhookEndpointDisabled, Webhooks
+from outboxio.testing import MovableClock
+from tests.kit.app import Journal, Look, eventually
+from tests.kit.endpoints import OK, OTHER_SECRET, SECRET, Receiver, answer, receiving
+
+MakeOutbox = Callable[..., Awaitable[Outbox]]
+LOCAL = ["127.0.0.0/8"]
+
+
+class OrderShipped(Event):
+    tenant: str
+    order: int
+
+
+async def ship(outbox: Outbox, *orders: int, tenant: str = "acme", topic: str | None = None) -> None:
+    async with outbox.transaction("ship") as tx:
+        for order in orders:
+            tx.emit(OrderShipped(tenant, order), model_id=order, model_type="Order", topic=topic)
+
+
+async def hooks(make_outbox: MakeOutbox, endpoints: Any, clock: MovableClock | None = None, **options: Any) -> Outbox:
+    outbox = await make_outbox(clock=clock)
+    outbox.add_handler(Webhooks(name="hooks", types=[OrderShipped], endpoints=endpoints, allow=LOCAL, **options))
+    return outbox
+
+
+async def deliveries(look: Look, handler: str = "hooks.deliveries") -> list[dict[str, Any]]:
+    return [row for row in await look.notifications() if row["handler_name"] == handler]
+
+
+def orders(receiver: Receiver) -> list[int]:
+    """The orders of the requests, each verified as a customer does."""
+    return [Webhook(SECRET).verify(one.body, one.headers)["data"]["order"] for one in receiver.requests]
+
+
+async def test_the_public_library_verifies_what_is_received(make_outbox: MakeOutbox, wallets_table: None) -> None:
+    async with receiving() as receiver:
+        seen: list[tuple[Any, ...]] = []
+
+        async def endpoints(envelope: EventEnvelope[OrderShipped]) -> list[Endpoint]:
+            assert await envelope.tx.fetchval("SELECT count(*) FROM wallets") == 0
+            seen.append((envelope.event, envelope.event_id, envelope.event_type, envelope.model_id, envelope.model_type))
+            return [Endpoint(receiver.url, [SECRET], id=envelope.event.tenant)]
+
+        outbox = await hooks(make_outbox, endpoints)
+        await ship(outbox, 7)
+        await outbox.drain()
+
+        assert orders(receiver) == [7]
+        (request,) = receiver.requests
+        body = Webhook(SECRET).verify(request.body, request.headers)
+        assert body.keys() == {"type", "timestamp", "data"}
+        assert body["type"] == "OrderShipped"
+        assert body["timestamp"].endswith("Z")
+        assert UUID(request.headers["webhook-id"]) == seen[0][1]
+        assert seen[0] == seen[1] == (OrderShipped("acme", 7), seen[0][1], "OrderShipped", "7", "Order")
+        await outbox.close()
+
+
+@pytest.mark.above_statements
+class TestDeliveries:
+    async def test_each_endpoint_has_attempts_of_its_own(self, make_outbox: MakeOutbox, look: Look) -> None:
+        async with receiving() as good, receiving() as bad:
+            bad.answer = answer(500, "out of order" * 100)
+            outbox = await hooks(make_outbox, [Endpoint(good.url, [SECRET], "good"), Endpoint(bad.url, [SECRET], "bad")])
+            await ship(outbox, 1)
+            await outbox.drain()
+
+            rows = {row["endpoint"]: row for row in await self._with_endpoints(look)}
+            assert (rows["good"]["state"], rows["bad"]["state"]) == ("SUCCEEDED", "FAILED")
+            assert "the endpoint answered 500: out of order" in rows["bad"]["errors"]
+            assert "out of order" * 50 not in rows["bad"]["errors"]
+            stored = str(await look.events())
+            assert SECRET not in stored
+            assert str(good.port) not in stored
+            await outbox.close()
+
+    @staticmethod
+    async def _with_endpoints(look: Look) -> list[dict[str, Any]]:
+        return await look.fetch(
+            "SELECT n.state, n.errors, n.model_id AS endpoint FROM {event_notifications} n "
+            "WHERE n.handler_name = 'hooks.deliveries'"
+        )
+
+    async def test_a_retry_has_the_same_id_and_the_new_secrets(
+        self, make_outbox: MakeOutbox, clock: MovableClock
+    ) -> None:
+        async with receiving() as receiver:
+            receiver.answers, secrets = [answer(500)], [SECRET]
+            outbox = await hooks(make_outbox, lambda envelope: [Endpoint(receiver.url, list(secrets))], clock)
+            await ship(outbox, 1)
+            await outbox.drain()
+            secrets.append(OTHER_SECRET)
+            clock.advance("1m")
+            await outbox.drain()
+
+            first, second = receiver.requests
+            assert first.headers["webhook-id"] == second.headers["webhook-id"]
+            assert first.body == second.body
+            for secret in (SECRET, OTHER_SECRET):
+                Webhook(secret).verify(second.body, second.headers)
+            await outbox.close()
+
+    async def test_ordered_endpoints_wait_behind_a_failure(self, make_outbox: MakeOutbox, clock: MovableClock) -> None:
+        async with receiving() as good, receiving() as failing:
+            failing.answers = [answer(500)]
+            found = [Endpoint(good.url, [SECRET]), Endpoint(failing.url, [SECRET])]
+            outbox = await hooks(make_outbox, found, clock, ordered=True)
+            await ship(outbox, *range(5))
+            await outbox.drain()
+            assert orders(good) == [0, 1, 2, 3, 4]
+            assert orders(failing) == [0]
+            clock.advance("1m")
+            await outbox.drain()
+            assert orders(failing) == [0, 0, 1, 2, 3, 4]
+            await outbox.close()
+
+    async def test_no_other_handler_sees_deliveries(self, make_outbox: MakeOutbox, look: Look) -> None:
+        async with receiving() as one, receiving() as two:
+            outbox, journal = await make_outbox(), Journal()
+            outbox.handler(topic="orders", name="all-orders")(journal)
+            for name, receiver in (("one", one), ("two", two)):
+                found = [Endpoint(receiver.url, [SECRET])]
+                outbox.add_handler(Webhooks(name=name, topic="orders", endpoints=found, allow=LOCAL, raw=True))
+            await ship(outbox, 1, topic="orders")
+            await outbox.drain()
+
+            assert (orders(one), orders(two), len(journal)) == ([1], [1], 1)
+            assert await look.states() == {"SUCCEEDED": 5}
+            await outbox.close()
+
+    async def test_a_removed_endpoint_gets_nothing(self, make_outbox: MakeOutbox, look: Look) -> None:
+        async with receiving() as receiver:
+            found = [[Endpoint(receiver.url, [SECRET], "gone")], []]
+            outbox = await hooks(make_outbox, lambda envelope: found.pop(0))
+            await ship(outbox, 1)
+            await outbox.drain()
+
+            (row,) = await deliveries(look)
+            assert row["state"] == "DEAD"
+            assert "does not return endpoint 'gone'" in row["errors"]
+            assert receiver.connections == 0
+            assert [row["event_type"] for row in await look.events()] == ["OrderShipped", "outboxio.WebhookDelivery"]
+
+
+@pytest.mark.above_statements
+class TestFailures:
+    async def test_410_disables_the_endpoint_once(
+        self, make_outbox: MakeOutbox, look: Look, clock: MovableClock
+    ) -> None:
+        async with receiving() as receiver:
+            receiver.answer = answer(410, "moved")
+            outbox = await hooks(make_outbox, [Endpoint(receiver.url, [SECRET], "42")], clock)
+            disabled: list[WebhookEndpointDisabled] = []
+
+            @outbox.handler(WebhookEndpointDisabled, name="disable")
+            async def disable(envelope: EventEnvelope[WebhookEndpointDisabled]) -> None:
+                disabled.append(envelope.event)
+
+            await ship(outbox, 1)
+            await outbox.drain()
+            await ship(outbox, 2, 3)
+            await outbox.drain()
+
+            assert disabled == [WebhookEndpointDisabled("42", "the endpoint answered 410: moved")]
+            assert len(receiver.requests) == 1
+            states = [(row["state"], row["attempts"]) for row in await deliveries(look)]
+            assert states == [("DEAD", 1), ("FAILED", 0), ("FAILED", 0)]
+            await outbox.close()
+
+    @pytest.mark.parametrize("takes_a_later_event", [True, False])
+    async def test_failures_to_the_last_attempt_disable_unless_a_later_event_passed(
+        self, make_outbox: MakeOutbox, look: Look, clock: MovableClock, takes_a_later_event: bool
+    ) -> None:
+        async with receiving() as receiver:
+            receiver.answers = [answer(500), *[OK] * takes_a_later_event, answer(500)]
+            retry = RetryPolicy(max_attempts=2, base="1m")
+            outbox = await hooks(make_outbox, [Endpoint(receiver.url, [SECRET])], clock, retry=retry)
+            await ship(outbox, 1)
+            await outbox.drain()
+            clock.advance("50s")
+            await ship(outbox, *[2] * takes_a_later_event)
+            await outbox.drain()
+            clock.advance("30s")
+            await outbox.drain()
+
+            assert "DEAD" in await look.states()
+            disabled = [row for row in await look.events() if row["event_type"] == "WebhookEndpointDisabled"]
+            assert len(disabled) == (not takes_a_later_event)
+            await outbox.close()
+
+    @pytest.mark.parametrize(("status", "retry_after", "seconds"), [
+        (429, "120", 120), (503, "999999", 3600), (429, "soon", 5), (500, "120", 5), (503, "-1", 5),
+    ])  # fmt: skip
+    async def test_retry_after_of_a_busy_endpoint_is_respected(
+        self, make_outbox: MakeOutbox, look: Look, clock: MovableClock, status: int, retry_after: str, seconds: int
+    ) -> None:
+        async with receiving() as receiver:
+            receiver.answer = answer(status, Retry_After=retry_after)
+            outbox = await hooks(make_outbox, [Endpoint(receiver.url, [SECRET])], clock, retry=RetryPolicy(base=5, jitter=0))
+            await ship(outbox, 1)
+            await outbox.drain()
+
+            record = (await outbox.admin.list(handler="hooks.deliveries"))[0]
+            assert record.next_retry_at - clock() == timedelta(seconds=seconds)
+            assert record.attempts == 1
+            await outbox.close()
+
+    async def test_a_redirect_is_a_failure_and_not_followed(self, make_outbox: MakeOutbox, look: Look) -> None:
+        async with receiving() as receiver, receiving() as elsewhere:
+            receiver.answer = answer(307, Location=elsewhere.url)
+            outbox = await hooks(make_outbox, [Endpoint(receiver.url, [SECRET])])
+            await ship(outbox, 1)
+            await outbox.drain()
+            assert elsewhere.connections == 0
+            assert [row["state"] for row in await deliveries(look)] == ["FAILED"]
+            await outbox.close()
+
+    async def test_an_endless_answer_is_cut_off(self, make_outbox: MakeOutbox, look: Look) -> None:
+        async with receiving() as receiver:
+            endless = b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999\r\n\r\n" + b"x" * 20_000
+            receiver.answer = endless
+            outbox = await hooks(make_outbox, [Endpoint(receiver.url, [SECRET])])
+            await ship(outbox, 1)
+            await outbox.drain()
+            assert await look.states() == {"SUCCEEDED": 2}
+            await eventually(lambda: receiver.open == 0)
+
+    async def test_an_endpoint_that_never_answers_holds_four_requests(self, make_outbox: MakeOutbox, look: Look) -> None:
+        async with receiving() as good, receiving() as silent:
+            silent.answer = None
+            found = [Endpoint(silent.url, [SECRET], "silent"), Endpoint(good.url, [SECRET], "good")]
+            outbox = await hooks(make_outbox, found, concurrency=8)
+            await ship(outbox, *range(20))
+            async with outbox.running():
+                await eventually(lambda: len(good.requests) == 20)
+                assert len(silent.requests) == 4
+                waiting = [row for row in await deliveries(look) if row["state"] == "FAILED"]
+                assert {row["attempts"] for row in waiting} == {0}
+
+    async def test_a_failing_endpoint_is_asked_by_one_delivery(
+        self, make_outbox: MakeOutbox, look: Look, clock: MovableClock
+    ) -> None:
+        async with receiving() as receiver:
+            receiver.answer = answer(500)
+            outbox = await hooks(make_outbox, [Endpoint(receiver.url, [SECRET])], clock)
+            await ship(outbox, 1, 2)
+            await outbox.drain()
+            assert len(receiver.requests) == 2
+            await ship(outbox, *range(50))
+            await outbox.drain()
+            assert len(receiver.requests) == 2
+            assert [row["attempts"] for row in await deliveries(look)] == [1, 1, *[0] * 50]
+            await outbox.close()
+
+
+@pytest.mark.parametrize(("option", "value", "told"), [
+    ("endpoints", "https://a.example", "expected Endpoint objects"), ("allow", "10.0.0.0/8", "is one string"),
+    ("allow", ["http://a"], "expected networks"), ("time_out", 3, "did you mean 'timeout'"), ("timeout", "soon", "timeout"),
+])  # fmt: skip
+def test_options_without_a_meaning_are_refused(option: str, value: Any, told: str) -> None:
+    options: Any = {"endpoints": [], option: value}
+    with pytest.raises(ConfigurationError, match=told):
+        Webhooks(name="hooks", types=[OrderShipped], **options)
+
+
+@pytest.mark.parametrize(("secrets", "id", "told"), [
+    (SECRET, None, "a list"), ([], None, "at least one"), (["whsec_%"], None, "base64"), ([SECRET], 7, "id"),
+])  # fmt: skip
+def test_an_endpoint_names_what_is_wrong_without_its_secrets(secrets: Any, id: Any, told: str) -> None:
+    with pytest.raises(ConfigurationError, match=told) as raised:
+        Endpoint("https://a.example/t0ken", secrets, id)
+    assert SECRET not in str(raised.value)
+    assert "t0ken" not in repr(Endpoint("https://a.example/t0ken", [SECRET]))
