@@ -14,9 +14,9 @@ import pytest
 
 from outboxio import Event, Outbox
 from outboxio.integrations.webhooks import Endpoint, Webhooks, addresses
-from tests.kit.programs import programs
 from tests.kit.app import Look
 from tests.kit.endpoints import SECRET, receiving
+from tests.kit.programs import programs
 
 pytestmark = [pytest.mark.above_statements, pytest.mark.database]
 
@@ -27,7 +27,7 @@ class Shipped(Event):
     order: int
 
 
-URLS = """
+HOSTS = """
 https://127.0.0.1:PORT/ https://127.1:PORT/ https://0:PORT/ https://0.0.0.0:PORT/ https://2130706433:PORT/
 https://0x7f000001:PORT/ https://0x7f.1:PORT/ https://0x7f.0.0.0x1:PORT/ https://017700000001:PORT/
 https://0177.0.0.1:PORT/ https://127.0.0.1.:PORT/ https://localhost:PORT/ https://LOCALHOST:PORT/ https://localhost.:PORT/
@@ -41,8 +41,14 @@ ftp://127.0.0.1:PORT/ file:///etc/passwd gopher://127.0.0.1:PORT/ //127.0.0.1:PO
 https://ⓛⓞⓒⓐⓛⓗⓞⓢⓣ:PORT/ https://127。0。0。1:PORT/ https://xn--:PORT/ https://intranet:PORT/
 https://loop.example.com:PORT/ https://mixed.example.com:PORT/ https://mapped.example.com:PORT/
 https://rebinds.example.com:PORT/ https://nowhere.example.com:PORT/
-""".split()
-URLS += ["https://127.0.0.1:PORT/\r\nX: y", "https://127.0.0.1\t:PORT/", "https://example.com/" + "a" * 2048, ""]
+"""
+URLS = [
+    *HOSTS.split(),
+    "https://127.0.0.1:PORT/\r\nX: y",
+    "https://127.0.0.1\t:PORT/",
+    "https://example.com/" + "a" * 2048,
+    "",
+]
 
 NAMES = {
     "loop.example.com": ["127.0.0.1"], "mixed.example.com": ["93.184.216.34", "127.0.0.1"],
@@ -109,17 +115,23 @@ def test_special_addresses_are_not_public(address: str) -> None:
     assert not addresses.is_public(ip_address(address))
 
 
+def certificate(directory: Path, name: str) -> tuple[Path, Path]:
+    """A self-signed certificate for a host of this name, and its key."""
+    file, key = directory / "cert.pem", directory / "cert.key"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", f"/CN={name}",
+         "-addext", f"subjectAltName=DNS:{name}", "-keyout", str(key), "-out", str(file)],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    return file, key
+
+
 @pytest.mark.parametrize("certified", ["hooks.example.com", "other.example.com"])
 async def test_the_certificate_has_to_be_for_the_host_name(
     make_outbox: MakeOutbox, look: Look, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, certified: str
 ) -> None:
     programs.need("openssl")
-    file, key = tmp_path / "cert.pem", tmp_path / "cert.key"
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", f"/CN={certified}",
-         "-addext", f"subjectAltName=DNS:{certified}", "-keyout", str(key), "-out", str(file)],
-        check=True, capture_output=True,
-    )  # fmt: skip
+    file, key = certificate(tmp_path, certified)
     monkeypatch.setenv("SSL_CERT_FILE", str(file))
     monkeypatch.setattr(addresses, "resolve", Resolver(**{"hooks.example.com": ["127.0.0.1"]}))
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

@@ -52,7 +52,9 @@ async def test_the_public_library_verifies_what_is_received(make_outbox: MakeOut
 
         async def endpoints(envelope: EventEnvelope[OrderShipped]) -> list[Endpoint]:
             assert await envelope.tx.fetchval("SELECT count(*) FROM wallets") == 0
-            seen.append((envelope.event, envelope.event_id, envelope.event_type, envelope.model_id, envelope.model_type))
+            seen.append(
+                (envelope.event, envelope.event_id, envelope.event_type, envelope.model_id, envelope.model_type)
+            )
             return [Endpoint(receiver.url, [SECRET], id=envelope.event.tenant)]
 
         outbox = await hooks(make_outbox, endpoints)
@@ -75,7 +77,9 @@ class TestDeliveries:
     async def test_each_endpoint_has_attempts_of_its_own(self, make_outbox: MakeOutbox, look: Look) -> None:
         async with receiving() as good, receiving() as bad:
             bad.answer = answer(500, "out of order" * 100)
-            outbox = await hooks(make_outbox, [Endpoint(good.url, [SECRET], "good"), Endpoint(bad.url, [SECRET], "bad")])
+            outbox = await hooks(
+                make_outbox, [Endpoint(good.url, [SECRET], "good"), Endpoint(bad.url, [SECRET], "bad")]
+            )
             await ship(outbox, 1)
             await outbox.drain()
 
@@ -210,7 +214,9 @@ class TestFailures:
     ) -> None:
         async with receiving() as receiver:
             receiver.answer = answer(status, Retry_After=retry_after)
-            outbox = await hooks(make_outbox, [Endpoint(receiver.url, [SECRET])], clock, retry=RetryPolicy(base=5, jitter=0))
+            outbox = await hooks(
+                make_outbox, [Endpoint(receiver.url, [SECRET])], clock, retry=RetryPolicy(base=5, jitter=0)
+            )
             await ship(outbox, 1)
             await outbox.drain()
 
@@ -239,7 +245,9 @@ class TestFailures:
             assert await look.states() == {"SUCCEEDED": 2}
             await eventually(lambda: receiver.open == 0)
 
-    async def test_an_endpoint_that_never_answers_holds_four_requests(self, make_outbox: MakeOutbox, look: Look) -> None:
+    async def test_an_endpoint_that_never_answers_holds_four_requests(
+        self, make_outbox: MakeOutbox, look: Look
+    ) -> None:
         async with receiving() as good, receiving() as silent:
             silent.answer = None
             found = [Endpoint(silent.url, [SECRET], "silent"), Endpoint(good.url, [SECRET], "good")]
@@ -269,7 +277,8 @@ class TestFailures:
 
 @pytest.mark.parametrize(("option", "value", "told"), [
     ("endpoints", "https://a.example", "expected Endpoint objects"), ("allow", "10.0.0.0/8", "is one string"),
-    ("allow", ["http://a"], "expected networks"), ("time_out", 3, "did you mean 'timeout'"), ("timeout", "soon", "timeout"),
+    ("allow", ["http://a"], "expected networks"), ("time_out", 3, "did you mean 'timeout'"),
+    ("timeout", "soon", "timeout"),
 ])  # fmt: skip
 def test_options_without_a_meaning_are_refused(option: str, value: Any, told: str) -> None:
     options: Any = {"endpoints": [], option: value}

@@ -72,5 +72,3 @@ async def receiving(host: str = "127.0.0.1", context: ssl.SSLContext | None = No
         server.close()
         for writer in writers:
             writer.close()
-
-

@@ -12,7 +12,6 @@ from outboxio.dashboard.asked import WEBHOOK_DELIVERY, Asked
 from outboxio.dashboard.filters import refuse_unknown_words
 from outboxio.dashboard.lists import OTHER_WORDS, Row, rows_of
 from outboxio.dashboard.view import View
-from outboxio.model.notification import State
 from outboxio.model.operating.groups import Filter
 from outboxio.model.operating.operation import WORST_FIRST
 
@@ -27,9 +26,9 @@ class EndpointRow(Struct, frozen=True, kw_only=True):
     states: Mapping[str, int]
     """The deliveries in each state, the worst state first."""
     attempts: int
-    """The attempts of the delivery that ``error`` belongs to, or else of the newest."""
+    """The attempts of all these deliveries."""
     error: str | None
-    """The error of the newest delivery that is not SUCCEEDED. Without the right to read payloads, its class only."""
+    """The newest error of an attempt, or else of a postponed delivery; a class without the right to read payloads."""
     updated_date: datetime
 
 
@@ -62,12 +61,12 @@ async def webhooks(asked: Asked) -> View:
 
 def _endpoint(handler_name: str, endpoint_id: str, rows: list[Row]) -> EndpointRow:
     states = Counter(str(row.state) for row in rows)
-    newest = next((row for row in rows if row.state is not State.SUCCEEDED and row.error_type), rows[0])
+    failed = sorted((row for row in rows if row.error_type), key=lambda row: row.attempts == 0)
     return EndpointRow(
         endpoint_id=endpoint_id,
         handler_name=handler_name,
         states={state: states[state] for state in WORST_FIRST if states[state]},
-        attempts=newest.attempts,
-        error=newest.error or newest.error_type,
+        attempts=sum(row.attempts for row in rows),
+        error=(failed[0].error or failed[0].error_type) if failed else None,
         updated_date=max(row.updated_date for row in rows),
     )

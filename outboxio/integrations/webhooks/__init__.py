@@ -6,7 +6,7 @@ Needs ``outboxio[webhooks]``. Only ``verify`` with the schemes of Stripe, GitHub
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from outboxio.errors import InvalidSignature
+from outboxio.errors import ConfigurationError, InvalidSignature
 from outboxio.integrations.webhooks.incoming import verify
 
 if TYPE_CHECKING:
@@ -19,6 +19,11 @@ _OUTGOING = {"Endpoint": "endpoint", "WebhookEndpointDisabled": "endpoint", "Web
 
 
 def __getattr__(name: str) -> Any:
-    if name in _OUTGOING:
+    if name not in _OUTGOING:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
         return getattr(import_module(f"{__name__}.{_OUTGOING[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    except ImportError as error:
+        raise ConfigurationError(
+            f"{__name__}.{name} needs httpcore and standardwebhooks: pip install 'outboxio[webhooks]'"
+        ) from error
