@@ -20,7 +20,7 @@ from secrets import token_hex
 import msgspec
 
 from benchmarks.meter import percentiles
-from outboxio import Event, EventEnvelope, Outbox
+from outboxio import Event, EventEnvelope, Outbox, Settings
 from outboxio.integrations.webhooks import Endpoint, Webhooks
 
 SECRET = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
@@ -78,7 +78,9 @@ async def latencies(
         def endpoints_of(envelope: EventEnvelope[Shipped]) -> list[Endpoint]:
             return [found[envelope.event.endpoint]]
 
-        outbox = await stack.enter_async_context(Outbox(url, namespace=f"bench-{token_hex(3)}"))
+        outbox = await stack.enter_async_context(
+            Outbox(url, namespace=f"bench-{token_hex(3)}", settings=Settings(shutdown_timeout=0.1))
+        )
         await outbox.migrate()
         outbox.add_handler(
             Webhooks(name="hooks", types=[Shipped], endpoints=endpoints_of, allow=["127.0.0.0/8"], timeout=10)

@@ -10,7 +10,8 @@ from uuid import UUID
 import pytest
 from standardwebhooks import Webhook
 
-from outboxio import ConfigurationError, Event, EventEnvelope, Outbox, RetryPolicy
+from benchmarks.webhooks import latencies
+from outboxio import ConfigurationError, Event, EventEnvelope, Outbox, RetryPolicy, Settings
 from outboxio.integrations.webhooks import Endpoint, WebhookEndpointDisabled, Webhooks
 from outboxio.testing import MovableClock
 from tests.kit.app import Journal, Look, eventually
@@ -32,7 +33,7 @@ async def ship(outbox: Outbox, *orders: int, tenant: str = "acme", topic: str | 
 
 
 async def hooks(make_outbox: MakeOutbox, endpoints: Any, clock: MovableClock | None = None, **options: Any) -> Outbox:
-    outbox = await make_outbox(clock=clock)
+    outbox = await make_outbox(clock=clock, settings=options.pop("settings", None))
     outbox.add_handler(Webhooks(name="hooks", types=[OrderShipped], endpoints=endpoints, allow=LOCAL, **options))
     return outbox
 
@@ -251,13 +252,17 @@ class TestFailures:
         async with receiving() as good, receiving() as silent:
             silent.answer = None
             found = [Endpoint(silent.url, [SECRET], "silent"), Endpoint(good.url, [SECRET], "good")]
-            outbox = await hooks(make_outbox, found, concurrency=8)
+            outbox = await hooks(make_outbox, found, concurrency=8, settings=Settings(shutdown_timeout=0.1))
             await ship(outbox, *range(20))
             async with outbox.running():
                 await eventually(lambda: len(good.requests) == 20)
                 assert len(silent.requests) == 4
                 waiting = [row for row in await deliveries(look) if row["state"] == "FAILED"]
                 assert {row["attempts"] for row in waiting} == {0}
+
+    async def test_bad_endpoints_keep_no_event_from_the_others(self, database_url: str) -> None:
+        found = await latencies(database_url, 200, 1000.0, endpoints=20, dead=2, slow=2, watched=16)
+        assert len(found) == 160
 
     async def test_a_failing_endpoint_is_asked_by_one_delivery(
         self, make_outbox: MakeOutbox, look: Look, clock: MovableClock

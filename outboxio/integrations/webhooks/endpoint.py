@@ -25,9 +25,7 @@ MODEL = "WebhookEndpoint"
 REQUESTS = 4  # under way at the same time, for each endpoint and process
 FAST, MOST_INSIDE = 0.1, 32  # an endpoint that answers within FAST seconds may have some deliveries wait for a request
 OPENS_AFTER = 2  # failures in a row
-LONGEST_PAUSE, SPACING = 60.0, 0.5  # seconds: of an open circuit, and between deliveries that wait for it
-DISABLED_FOR = 600.0
-LONGEST_WAIT = 3600.0
+LONGEST_PAUSE, LONGEST_WAIT, DISABLED_FOR = 60.0, 1800.0, 600.0  # seconds: of an open circuit, and of a delivery
 
 
 class Endpoint(Struct, frozen=True):
@@ -120,7 +118,7 @@ class Lane:
         self._requests = asyncio.Semaphore(REQUESTS)
         self._pace = 1.0  # seconds of a request, of late
         self._open_until = 0.0
-        self._planned = 0.0
+        self._pause = self._planned = 0.0
         self._reason = ""
         self._disabled_by: UUID | None = None
 
@@ -145,8 +143,8 @@ class Lane:
 
     def _later(self, reason: str) -> DeliveryPostponed:
         now = _now()
-        spacing = SPACING if self.failures else self._pace / REQUESTS
-        self._planned = max(self._planned, self._open_until, now) + spacing
+        # Behind an open circuit, a retry of each delivery in every pause would cost more than the requests.
+        self._planned = max(self._planned, self._open_until, now) + (self._pause / 2 or self._pace / REQUESTS)
         wait = self._planned - now
         return DeliveryPostponed(
             wait if wait < LONGEST_WAIT else jittered(LONGEST_WAIT, 0.5), reason, count_attempt=False
@@ -154,7 +152,8 @@ class Lane:
 
     def succeeded(self, seconds: float, event_date: datetime) -> None:
         self._pace = seconds if self.succeeded_date is None else 0.8 * self._pace + 0.2 * seconds
-        self.failures, self._open_until, self._planned, self._disabled_by = 0, 0.0, 0.0, None
+        self.failures, self._disabled_by = 0, None
+        self._open_until = self._pause = self._planned = 0.0
         self.succeeded_date = max(event_date, self.succeeded_date or event_date)
 
     def failed(self, error: Exception) -> None:
@@ -162,7 +161,8 @@ class Lane:
         self._reason = str(error)
         pause = float(cast(float, error.delay)) if isinstance(error, DeliveryPostponed) else 0.0
         if self.failures >= OPENS_AFTER:
-            pause = max(pause, pause_after(self.failures - OPENS_AFTER + 1, first=1.0, longest=LONGEST_PAUSE))
+            self._pause = pause_after(self.failures - OPENS_AFTER + 1, first=1.0, longest=LONGEST_PAUSE)
+            pause = max(pause, self._pause)
         self._open_until = max(self._open_until, _now() + pause)
 
     def disable(self, by: UUID, reason: str) -> bool:
