@@ -38,7 +38,7 @@ class WebhooksFacts(Struct, frozen=True, kw_only=True):
     endpoints: list[EndpointRow]
     """Endpoints with failures first."""
     looked_at: int
-    is_all: bool
+    """The newest deliveries, from which the page is made."""
 
 
 async def webhooks(asked: Asked) -> View:
@@ -46,17 +46,16 @@ async def webhooks(asked: Asked) -> View:
     refuse_unknown_words(asked.query, OTHER_WORDS)
     found: dict[tuple[str, str], list[Row]] = {}
     rows: list[Row] = []
-    is_all = True
     if asked.sends_webhooks:
-        filter = Filter(event_type=WEBHOOK_DELIVERY)
-        page = await asked.admin.list(filter, LOOKED_AT, documents=False, shard=asked.shard)
-        rows, is_all = rows_of(page, asked), page.next is None
+        wanted = Filter(event_type=WEBHOOK_DELIVERY)
+        rows = rows_of(await asked.admin.list(wanted, LOOKED_AT, documents=False, shard=asked.shard), asked)
     for row in rows:
         found.setdefault((row.handler_name, row.model_id or ""), []).append(row)
     endpoints = [_endpoint(*key, some) for key, some in found.items()]
     endpoints.sort(key=lambda one: (one.error is None, one.handler_name, one.endpoint_id))
-    facts = WebhooksFacts(endpoints=endpoints, looked_at=len(rows), is_all=is_all)
-    return View(template="webhooks.html", title="Webhooks", facts=facts)
+    return View(
+        template="webhooks.html", title="Webhooks", facts=WebhooksFacts(endpoints=endpoints, looked_at=len(rows))
+    )
 
 
 def _endpoint(handler_name: str, endpoint_id: str, rows: list[Row]) -> EndpointRow:

@@ -11,7 +11,7 @@ import re
 import socket
 from collections.abc import Iterable
 from functools import partial
-from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
+from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 from urllib.parse import urlsplit
 
 import anyio
@@ -19,35 +19,23 @@ import anyio.to_thread
 import httpcore
 
 from outboxio.errors import ConfigurationError, Unprocessable
-from outboxio.support.text import briefly
 
 LONGEST_URL = 2048
 MOST_TRIED = 3  # addresses of a host name
 MOST_RESOLVING = 32  # host names that are resolved at the same time
 
 Address = IPv4Address | IPv6Address
-Network = IPv4Network | IPv6Network
 
-_FORBIDDEN = tuple(
-    ip_network(network)
-    for network in (
-        "100.64.0.0/10",  # carrier-grade NAT
-        "168.63.129.16/32",  # the metadata service of Azure
-        "192.0.0.0/24",
-        "192.88.99.0/24",  # relays of 6to4
-        "198.18.0.0/15",
-        "224.0.0.0/3",  # multicast and reserved
-        "2001::/23",  # Teredo and other protocols
-        "2001:db8::/32",
-        "2002::/16",  # 6to4, which embeds an IPv4 address
-        "3fff::/20",
-    )
-)
-"""Networks that some version of Python counts as global."""
+_FORBIDDEN = [ip_network(one) for one in (
+    "100.64.0.0/10", "168.63.129.16/32", "192.0.0.0/24", "192.88.99.0/24", "198.18.0.0/15", "224.0.0.0/3",
+    "2001::/23", "2001:db8::/32", "2002::/16", "3fff::/20",
+)]  # fmt: skip
+"""What some version of Python counts as global: shared addresses, Azure's metadata service, relays of 6to4, multicast,
+reserved networks, Teredo and 6to4, which embed IPv4 addresses."""
 _UNICAST = ip_network("2000::/3")  # without IPv4-mapped and -compatible addresses, and without NAT64
 
 _is_name = re.compile(r"(?:[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?\.)+[a-z][a-z0-9-]{0,61}[a-z0-9]").fullmatch
-_is_host = re.compile(r"[a-z0-9.-]+", re.IGNORECASE).fullmatch
+_is_word = re.compile(r"[A-Za-z][A-Za-z0-9-]*").fullmatch
 _is_plain = re.compile(r"[!#-;=?-\[\]_a-z~]+", re.IGNORECASE).fullmatch  # no blanks, backslashes or controls
 
 
@@ -60,29 +48,16 @@ class AllowList:
     def __init__(self, allow: Iterable[str]) -> None:
         if isinstance(allow, str):
             raise ConfigurationError(f"allow={allow!r} is one string; give a list: [{allow!r}]")
-        self._names: set[str] = set()
-        self._networks: list[Network] = []
-        for entry in allow:
-            try:
-                self._networks.append(ip_network(entry))
-            except ValueError:
-                if not _is_host(str(entry)):
-                    raise ConfigurationError(
-                        f"allow has {briefly(entry)}; expected networks such as '10.0.0.0/8', and host names"
-                    ) from None
-                self._names.add(entry.lower())
+        names = {entry.lower() for entry in allow if _is_name(str(entry).lower()) or _is_word(str(entry))}
+        try:
+            self._networks = [ip_network(entry) for entry in allow if entry not in names]
+        except ValueError as error:
+            raise ConfigurationError(f"allow: {error}; expected networks as '10.0.0.0/8', and host names") from None
+        self._names = names
 
-    def has_host(self, host: str) -> bool:
-        """True for an allowed name, or for an address in an allowed network."""
-        address = _address(host)
-        return host in self._names if address is None else self.has_address(address)
-
-    def has_address(self, address: Address) -> bool:
-        return any(address in network for network in self._networks)
-
-    def admits(self, host: str, address: Address) -> bool:
-        """True if a connection to ``host`` may go to this address."""
-        return host in self._names or self.has_address(address) or is_public(address)
+    def admits(self, host: str, address: Address | None) -> bool:
+        """True for an allowed name, or an address in an allowed network."""
+        return host in self._names or (address is not None and any(address in network for network in self._networks))
 
 
 def is_public(address: Address) -> bool:
@@ -103,13 +78,13 @@ def checked_url(url: str, allowed: AllowList) -> httpcore.URL:
         host, port = parts.hostname or "", parts.port
     except ValueError:
         raise _refused("it cannot be parsed") from None
-    is_allowed = allowed.has_host(host)
+    address = _address(host)
+    is_allowed = allowed.admits(host, address)
     if parts.scheme != "https" and not (parts.scheme == "http" and is_allowed):
         raise _refused(f"its scheme is {parts.scheme[:20]!r}; expected 'https'")
     if "@" in parts.netloc:
         raise _refused("it has a user name or a password")
     if not is_allowed:
-        address = _address(host)
         if address is None and (len(host) > 253 or not _is_name(host)):
             raise _refused(f"{host[:80]!r} is not a full domain name")
         if address is not None and not is_public(address):
@@ -150,17 +125,13 @@ class CheckedBackend(httpcore.AsyncNetworkBackend):
         self._limiter = anyio.CapacityLimiter(MOST_RESOLVING)
 
     async def connect_tcp(
-        self,
-        host: str,
-        port: int,
-        timeout: float | None = None,
-        local_address: str | None = None,
+        self, host: str, port: int, timeout: float | None = None, local_address: str | None = None,
         socket_options: Iterable[httpcore.SOCKET_OPTION] | None = None,
-    ) -> httpcore.AsyncNetworkStream:
+    ) -> httpcore.AsyncNetworkStream:  # fmt: skip
         with anyio.fail_after(timeout):
             addresses = [host] if _address(host) else await resolve(host, port, self._limiter)
             for address in addresses:
-                if not self._allowed.admits(host, ip_address(address)):
+                if not (is_public(ip_address(address)) or self._allowed.admits(host, ip_address(address))):
                     raise httpcore.ConnectError(f"{host} resolves to {address}, which is not a public address")
             failure: Exception = httpcore.ConnectError(f"{host} has no address")
             for address in addresses[:MOST_TRIED]:

@@ -8,7 +8,8 @@ own attempts, and an endpoint that is down delays no other.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack
 from datetime import datetime, timedelta
 from inspect import isawaitable
@@ -23,7 +24,7 @@ from outboxio.handlers.handler import EventHandler
 from outboxio.handlers.options import Batch
 from outboxio.integrations.webhooks.endpoint import MODEL, DeliveryPostponed, Endpoint, Lane, WebhookEndpointDisabled
 from outboxio.integrations.webhooks.sending import DeliveryFailed, EndpointGone, Sender
-from outboxio.model.envelope import EventEnvelope, as_bytes
+from outboxio.model.envelope import EventEnvelope
 from outboxio.model.event import Event, type_names, upcasters_of, version_of, with_subclasses
 from outboxio.model.payloads.classes import decoder_of, upcasting
 from outboxio.model.retry import Backoff, RetryPolicy
@@ -197,34 +198,25 @@ class _Deliveries(EventHandler[WebhookDelivery]):
         self._sender = Sender(
             options.get("timeout", 15.0), options.get("connect_timeout", 5.0), options.get("allow", ())
         )
-        self._lanes: dict[str, Lane] = {}
-        names = [webhooks.name, *webhooks.aliases]
-        name, *aliases = [name + SUFFIX for name in names]
+        self._lanes = defaultdict[str, Lane](Lane)
+        name, *aliases = [name + SUFFIX for name in (webhooks.name, *webhooks.aliases)]
+        ordered = options.get("ordered", False)
         self.__dict__.update(
-            name=name,
-            aliases=aliases,
-            topic=TOPIC + webhooks.name,
-            retry=options.get("retry", RETRY),
+            name=name, aliases=aliases, topic=TOPIC + webhooks.name, ordered=ordered,
+            on_dead_key="continue" if ordered else None, retry=options.get("retry", RETRY),
             concurrency=options.get("concurrency", 256),
             timeout=self._sender.timeout + 45,  # the lookup, and the wait for a request of the endpoint
-            ordered=options.get("ordered", False),
-            on_dead_key="continue" if options.get("ordered", False) else None,
-        )
-
-    def _lane(self, endpoint_id: str) -> Lane:
-        lane = self._lanes.get(endpoint_id)
-        if lane is None:
-            lane = self._lanes[endpoint_id] = Lane()
-        return lane
+        )  # fmt: skip
 
     async def handle(self, envelope: EventEnvelope[WebhookDelivery]) -> None:
         """Make one request. An error says what follows: another attempt, a later one, or none."""
         delivery = envelope.event
-        lane = self._lane(delivery.endpoint_id)
+        lane = self._lanes[delivery.endpoint_id]
         async with lane.request():
             endpoint = await self._webhooks.endpoint(envelope)
             if endpoint is None:
-                raise EndpointMissing(delivery.endpoint_id)
+                missing = f"endpoints= does not return endpoint {delivery.endpoint_id!r} any more"
+                raise EndpointMissing(f"{missing}: it was removed or disabled")
             started = asyncio.get_running_loop().time()
             try:
                 await self._sender.send(endpoint, str(delivery.event_id), delivery.body)
@@ -238,7 +230,7 @@ class _Deliveries(EventHandler[WebhookDelivery]):
         delivery: WebhookDelivery | None = envelope.event  # None if it cannot be decoded
         if delivery is None or error.type.endswith(EndpointMissing.__name__):
             return
-        lane = self._lane(delivery.endpoint_id)
+        lane = self._lanes[delivery.endpoint_id]
         has_worked = lane.succeeded_date is not None and lane.succeeded_date > envelope.event_date  # with a later event
         is_gone = error.type.endswith(EndpointGone.__name__)
         if (is_gone or not has_worked) and lane.disable(envelope.notification_id, error.message):
@@ -253,16 +245,10 @@ class _Deliveries(EventHandler[WebhookDelivery]):
 class EndpointMissing(Unprocessable):
     """The endpoint of a delivery is not among the endpoints of its event any more."""
 
-    def __init__(self, endpoint_id: str) -> None:
-        super().__init__(f"endpoints= does not return endpoint {endpoint_id!r} any more: it was removed or disabled")
-
 
 def checked_endpoints(given: Any) -> list[Endpoint]:
     """The endpoints as a list. :class:`~outboxio.ConfigurationError` for anything else."""
-    try:
-        found = list(given)
-    except TypeError:
-        found = [given]
+    found: list[Any] = list(given) if isinstance(given, Iterable) else [given]
     for one in found:
         if not isinstance(one, Endpoint):
             raise ConfigurationError(f"endpoints= has {briefly(one)}; expected Endpoint objects, or a function of them")
@@ -271,5 +257,5 @@ def checked_endpoints(given: Any) -> list[Endpoint]:
 
 def _body(envelope: Envelope) -> str:
     """The body as Standard Webhooks recommends, with the stored JSON of the event."""
-    head: Mapping[str, Any] = {"type": envelope.event_type, "timestamp": f"{envelope.event_date.isoformat()}Z"}
-    return msgspec.json.encode({**head, "data": msgspec.Raw(as_bytes(envelope.payload))}).decode()
+    moment, data = f"{envelope.event_date.isoformat()}Z", msgspec.Raw(envelope.payload)
+    return msgspec.json.encode({"type": envelope.event_type, "timestamp": moment, "data": data}).decode()

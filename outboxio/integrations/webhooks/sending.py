@@ -68,14 +68,11 @@ class Sender:
         """Status, ``Retry-After``, and the beginning of the text."""
         now = datetime.now(UTC)
         headers = [
-            ("Host", _host(url)),
-            ("Content-Type", "application/json"),
-            ("Accept-Encoding", "identity"),
-            ("User-Agent", f"outboxio/{__version__}"),
-            ("webhook-id", message_id),
+            ("Host", _host(url)), ("Content-Type", "application/json"), ("Accept-Encoding", "identity"),
+            ("User-Agent", f"outboxio/{__version__}"), ("webhook-id", message_id),
             ("webhook-timestamp", str(int(now.timestamp()))),
             ("webhook-signature", endpoint.signature(message_id, now, body)),
-        ]
+        ]  # fmt: skip
         async with asyncio.timeout(self.timeout):
             pool, content = await self._pool(str(url.origin)), body.encode()
             async with pool.stream("POST", url, headers=headers, content=content, extensions=self._limits) as response:
