@@ -78,6 +78,7 @@ from outboxio.model.operating.groups import Filter
 from outboxio.model.payloads.classes import AnyEvent
 from outboxio.model.redaction import Redact
 from outboxio.model.retry import RetryPolicy
+from outboxio.model.snapshot import Snapshot
 from outboxio.outbox import Drained, Outbox
 from outboxio.settings import Settings
 from outboxio.storage import Shard
@@ -265,6 +266,7 @@ __all__ = [
     "ShardHealth",
     "ShardStatus",
     "ShutdownError",
+    "Snapshot",
     "StaleRecord",
     "State",
     "StoredAction",

@@ -22,6 +22,7 @@ from outboxio.loops.owner import EventLoopGuard
 from outboxio.model.emitter import Emitter
 from outboxio.model.event import EventTypes, checked_name
 from outboxio.model.redaction import Redact, checked_redact
+from outboxio.runtime.bootstrapping import Bootstrapping
 from outboxio.runtime.environment import Drained, Environment, OwnConnections, Roles
 from outboxio.runtime.lifecycle import Lifecycle, Lifespan
 from outboxio.runtime.recording import Recording
@@ -54,7 +55,7 @@ __all__ = ["Drained", "Outbox"]
 logger = log_of(__name__)
 
 
-class Outbox(Registration, JobRegistration, FindingHooks, Recording, Locking, Publishing):
+class Outbox(Registration, JobRegistration, FindingHooks, Recording, Bootstrapping, Locking, Publishing):
     """Commits an application's own rows together with the events that the rows cause, and runs the handlers afterwards.
 
     ``database``: a URL (``postgresql://``, ``mysql://``, ``mariadb://``, ``sqlite:///file.db``, ``sqlite://`` in

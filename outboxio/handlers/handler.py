@@ -235,7 +235,7 @@ class HandlerRegistry:
 
     def wanted_by(self, handler: Handler) -> list[Subscription]:
         """The subscriptions of a handler."""
-        return _wanted_by(handler)
+        return wanted_by(handler)
 
     def strict_types(self) -> frozenset[str]:
         """The names of all event types with strict priority."""
@@ -380,7 +380,9 @@ def _refuse_strict_batch(handler: Handler) -> None:
         )
 
 
-def _wanted_by(handler: Handler) -> list[Subscription]:
+def wanted_by(handler: Handler) -> list[Subscription]:
+    """The subscriptions of a handler: an entry per event type name, or one for its topic."""
+
     def wanted(*, event_type: str = "", topic: str = "") -> Subscription:
         return Subscription(
             handler_name=handler.name,

@@ -20,6 +20,9 @@ from outboxio.support.text import TextEncoding, briefly
 RECEIVED_ACTION = "inbox.receive"
 """The action of events from the inbox. No class has this name."""
 
+BOOTSTRAP_ACTION = "outboxio.bootstrap"
+"""The action of the chunks of a bootstrap, whose events are snapshots of rows. No class has this name."""
+
 NAME_LENGTH = 255
 """The longest name, key or id that a column holds, in characters."""
 

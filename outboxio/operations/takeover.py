@@ -1,7 +1,8 @@
 """Operations that wait for a process: ordered in the background, or left behind by a process that died.
 
 The process that fans out looks for such operations every 10 s, by a query of an index that has the operations under
-way. A bulk order goes on where the order was left. Any other order may have been carried out or not, and ends FAILED.
+way. A bulk order goes on where the order was left. A bootstrap is left to the next call of ``outbox.bootstrap``, unless
+it is to be stopped. Any other order may have been carried out or not, and ends FAILED.
 """
 
 from __future__ import annotations
@@ -95,9 +96,10 @@ class Takeover:
             return None
         if is_bulk(taken.operation):
             return BulkRun(self._namespace, self._one, self._worker, taken, self._redact)
-        interrupted = replace(
-            taken.operation, state=OperationState.FAILED, error=INTERRUPTED, updated_date=now, finished_date=now
-        )
+        # A bootstrap whose process is gone is taken only after an order to stop it.
+        is_stopped = taken.operation.kind == "bootstrap"
+        state, error = (OperationState.STOPPED, None) if is_stopped else (OperationState.FAILED, INTERRUPTED)
+        interrupted = replace(taken.operation, state=state, error=error, updated_date=now, finished_date=now)
         if await self._operations.finish(self._namespace, interrupted, self._worker):
             log_end(interrupted)
         return None

@@ -226,6 +226,7 @@ class StrandedKeys:
         self._next = float("-inf")
         self._is_wanted = False
         self._read_to: dict[str, Any] = {}
+        self._kept: dict[int, tuple[HandlerQueue, set[str]]] = {}
 
     def sweep_soon(self) -> None:
         """A lock was taken: the former holder may have left keys stranded."""
@@ -234,6 +235,11 @@ class StrandedKeys:
     def want_sweep(self) -> None:
         """Rows may have ended elsewhere: make sure that a sweep follows in time."""
         self._is_wanted = True
+
+    def want(self, queue: HandlerQueue, keys: Iterable[str | None]) -> None:
+        """Rows of these keys are BLOCKED for a while: make them due in the next sweep, whoever has partition 0."""
+        self._kept.setdefault(id(queue), (queue, set()))[1].update(key for key in keys if key is not None)
+        self.want_sweep()
 
     @property
     def next_sweep(self) -> float | None:
@@ -248,6 +254,9 @@ class StrandedKeys:
         time = asyncio.get_running_loop().time
         began, is_through = time(), True
         self._is_wanted = False
+        while self._kept:
+            _, (queue, keys) = self._kept.popitem()
+            await self._rows.unblock(queue, sorted(keys))
         for cursor in cursors:
             queue, (name, partition) = cursor.queue, cursor.slot
             if partition:

@@ -1,9 +1,10 @@
 """Admission: may a due row start now?
 
-Three rules make a due row wait:
+Four rules make a due row wait:
 
 * In an ordered handler only the head of each ordering key starts: the row of the lowest sequence that is not finished,
   or that parks the key.
+* In an ordered handler a snapshot of a bootstrap starts after the events of its key that were committed before it.
 * Where the priority of an event type is strict, a row starts after every handler of lower number has ended a first
   attempt at the event.
 * A batch with a schedule waits for the scheduled moment.
@@ -22,8 +23,9 @@ from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
 from uuid import UUID
 
-from outboxio.model.event import RECEIVED_ACTION
-from outboxio.model.notification import State
+from outboxio.handlers.handler import wanted_by
+from outboxio.model.event import BOOTSTRAP_ACTION, RECEIVED_ACTION
+from outboxio.model.notification import Notification, State
 from outboxio.runs.cursor import HandlerCursor, Partitions
 from outboxio.runs.handler_queue import HandlerQueue
 from outboxio.runs.key_queues import (
@@ -37,6 +39,8 @@ from outboxio.runs.key_queues import (
     sequence_of,
 )
 from outboxio.runs.run import Run
+
+_MOST_OLDER = 1000  # events that wait for fan-out, of a type, that are read for the snapshots of a bootstrap
 
 
 class AdmissionGate:
@@ -77,6 +81,7 @@ class AdmissionGate:
             if queue.spec.next_moment is not None:
                 undecided = await self._wait_for_moment(queue.spec.next_moment, undecided)
             if queue.handler.options.ordered:
+                undecided = await self._behind_fanout(queue, undecided)
                 undecided = await self._queue_up(queue, undecided)
             undecided = await self._behind_others(queue, undecided)
         except BaseException:
@@ -112,6 +117,38 @@ class AdmissionGate:
             await self._rows.repository.postpone(ids_of(some), moment, now)
         self._give_back(fresh)
         return [run for run in runs if run not in set(fresh)]
+
+    async def _behind_fanout(self, queue: HandlerQueue, runs: list[Run]) -> list[Run]:
+        """Block snapshots while an older event of their key waits for fan-out; the rows that may queue up.
+
+        A bootstrap writes its notifications itself, so a snapshot may be due before the notifications of older events
+        exist. A sweep of the keys makes it due again.
+        """
+        snapshots = [run for run in runs if _is_snapshot(run.notification)]
+        if not snapshots:
+            return runs
+        before, oldest, read_to = max(map(sequence_of, snapshots)), dict[str, int](), float("inf")
+        for wanted in wanted_by(queue.handler):
+            found = await self._rows.repository.find_undelivered(
+                self._rows.namespace,
+                wanted.topic or wanted.event_type,
+                before,
+                _MOST_OLDER,
+                is_topic=bool(wanted.topic),
+            )
+            for sequence, key in found:
+                if key is not None:
+                    oldest[key] = min(sequence, oldest.get(key, sequence))
+            if len(found) == _MOST_OLDER:
+                read_to = min(read_to, found[-1][0])  # the keys of later events are unknown
+        late = [
+            run for run in snapshots
+            if min(oldest.get(run.notification.context.ordering_key or "", read_to), read_to) < sequence_of(run)
+        ]  # fmt: skip
+        if late:
+            self.stranded.want(queue, (run.notification.context.ordering_key for run in late))
+            await self._keep_out(late)
+        return [run for run in runs if run not in set(late)]
 
     async def _queue_up(self, queue: HandlerQueue, runs: list[Run]) -> list[Run]:
         """The heads of the keys. Up to 50 further rows of each key wait in memory, and the rest are blocked."""
@@ -287,6 +324,12 @@ class AdmissionGate:
         """Release rows that were no heads of keys."""
         for run in no_heads(runs):
             self._release(run)
+
+
+def _is_snapshot(notification: Notification) -> bool:
+    context = notification.context
+    is_of_key = context.ordering_key is not None and notification.state != State.DYING
+    return is_of_key and context.action_name == BOOTSTRAP_ACTION
 
 
 def _created(run: Run) -> datetime:

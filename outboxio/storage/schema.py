@@ -271,6 +271,7 @@ def ordering(dialect: str) -> Rights:
 _OF_KINDS: Mapping[str, Rights] = {
     **{kind: {"event_notifications": ["UPDATE"]} for kind in ("retry", "skip", "resume", "replay")},
     "backfill": {"event_notifications": ["INSERT"]},
+    "bootstrap": {"events": ["INSERT", "UPDATE"], "event_notifications": ["INSERT"]},
     "pause": {"pauses": ["INSERT", "UPDATE"]},
     "unpause": {"pauses": ["UPDATE"]},
     "partitions": {"handler_partitions": ["INSERT", "UPDATE"]},

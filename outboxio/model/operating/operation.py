@@ -32,7 +32,8 @@ class Operation(Struct, frozen=True, kw_only=True):
     id: UUID
     kind: str
     """The order: ``retry``, ``skip``, ``cancel``, ``resume``, ``replay``, ``backfill``, ``pause``, ``unpause``,
-    ``purge``, ``unsubscribe``, ``partitions``, ``pause_job``, ``unpause_job``, ``run_job_now``, ``remove_job``."""
+    ``purge``, ``unsubscribe``, ``bootstrap``, ``partitions``, ``pause_job``, ``unpause_job``, ``run_job_now``,
+    ``remove_job``."""
     state: OperationState = OperationState.RUNNING
     matched: int = 0
     """The notifications that the filter has matched so far; all of them in the state DONE."""

@@ -22,6 +22,7 @@ from outboxio.support.codec import Check
 from outboxio.support.text import TextEncoding
 
 if TYPE_CHECKING:
+    from outboxio.storage.tables.bootstraps import Bootstraps
     from outboxio.storage.tables.deferred import Deferred
     from outboxio.storage.tables.event_search import EventSearch
     from outboxio.storage.tables.events import StoredEvents
@@ -84,6 +85,7 @@ class Schema(Protocol):
 class Database(Protocol):
     """The database of a shard. A database closes the connections that the database opened."""
 
+    bootstraps: Bootstraps
     deferred: Deferred
     event_search: EventSearch
     jobs: Jobs

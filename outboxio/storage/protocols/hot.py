@@ -237,6 +237,15 @@ class OrderingRepository(Protocol):
         """
         ...
 
+    async def find_undelivered(
+        self, namespace: str, wanted: str, before: int, limit: int, *, is_topic: bool
+    ) -> list[tuple[int, str | None]]:
+        """The first events of a type, or on a topic, that wait for fan-out: sequence and ordering key, in order.
+
+        ``before``: only events of a lower sequence.
+        """
+        ...
+
     async def postpone(self, ids: Sequence[UUID], until: datetime, now: datetime) -> int:
         """Make PENDING rows due at ``until``; the number of rows. The retention starts at ``until``.
 

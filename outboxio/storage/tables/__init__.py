@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from outboxio.storage.statement import Port
+from outboxio.storage.tables.bootstraps import Bootstraps
 from outboxio.storage.tables.deferred import Deferred
 from outboxio.storage.tables.event_search import EventSearch
 from outboxio.storage.tables.events import StoredEvents
@@ -26,6 +27,7 @@ class Tables:
     def __init__(
         self, shard: str, bounds: Bounds, admin: Port, find: Port, settle: Port, jobs: Port, *, partitions: bool = True
     ) -> None:
+        self.bootstraps = Bootstraps(admin)
         self.deferred = Deferred(admin)
         self.jobs = Jobs(admin, jobs)
         self.operations = Operations(admin, shard)

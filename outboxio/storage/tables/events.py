@@ -50,12 +50,13 @@ WHERE e.namespace = :namespace AND {among e.event_type :types}
 )
 
 # History can be long, and SQLite has a single writer. So events are found without the write lock, and notifications are
-# written in pieces. An event that the handler has had, also under an alias, gets no second notification.
+# written in pieces. An event that the handler has had, also under an alias, gets no second notification. The events of
+# a bootstrap are for the handler of the bootstrap only.
 HISTORY = Query(
     """
 SELECT e.id, e.sequence FROM {table events events_sequence e}
 WHERE e.namespace = :namespace AND e.sequence > :after AND e.delivered = TRUE AND e.event_date >= :since
-  AND (:every_type OR {among e.event_type :types})
+  AND (:every_type OR {among e.event_type :types}) AND e.action_name <> 'outboxio.bootstrap'
   AND EXISTS (SELECT 1 FROM eventlog.subscriptions s
     WHERE s.namespace = :namespace AND s.handler_name = :handler_name
       AND (s.event_type = e.event_type OR s.topic = e.topic AND s.topic <> ''))

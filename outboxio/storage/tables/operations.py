@@ -23,12 +23,14 @@ _READ = (*_FIELDS, "shard")
 _COLUMNS = ", ".join(f"{{text {field}}}" if field == "request" else field for field in _FIELDS)
 _SELECT = f"SELECT {_COLUMNS}, {{text :shard}} FROM"
 
-INSERT = Statement("""
+_INSERT = """
 INSERT INTO eventlog.operations (id, namespace, kind, state, request, actor, origin, reason, matched, done, refused,
   worker, stop_ordered, created_date, updated_date, finished_date, error)
 VALUES (:id, :namespace, :kind, :state, {json :request}, :actor, :origin, :reason, :matched, :done, :refused,
   :worker, FALSE, :created_date, :updated_date, :finished_date, :error)
-""")
+"""
+INSERT = Statement(_INSERT)
+INSERT_UNLESS_THERE = Statement(f"{_INSERT} {{keep operations: id}}")
 
 _BY_ID = "{table operations primary}"
 _THIS = "WHERE id = :id AND namespace = :namespace"
@@ -54,11 +56,13 @@ UPDATE {_BY_ID} SET worker = :worker, updated_date = :now
 {_THIS} AND state = 'RUNNING' AND (worker = '' OR updated_date < :seen_before)
 """)
 
-# The index has all RUNNING operations, which are few.
+# The index has all RUNNING operations, which are few. Only the code that began a bootstrap can continue it, so others
+# take one over only to stop it.
 STALE = Query(
     """
 SELECT id FROM {table operations operations_running}
 WHERE namespace = :namespace AND state = 'RUNNING' AND (worker = '' OR updated_date < :seen_before)
+  AND (kind <> 'bootstrap' OR stop_ordered)
 ORDER BY updated_date LIMIT :limit
 """,
     UUID,
@@ -83,9 +87,10 @@ UPDATE {_BY_ID} SET state = :state, matched = :matched, done = :done, refused = 
 {_THIS} AND worker = :worker AND state = 'RUNNING'
 """)
 
+# The row of a bootstrap stays: it says that the handler needs no second one.
 REMOVE_OLD = delete(
     "operations",
-    "namespace = :namespace AND created_date < :before AND state <> 'RUNNING'",
+    "namespace = :namespace AND created_date < :before AND state <> 'RUNNING' AND kind <> 'bootstrap'",
     order="created_date",
 )
 
@@ -112,7 +117,7 @@ class Operations:
 
     async def insert(self, namespace: str, operation: Operation, worker: str) -> None:
         """Write an operation. ``worker``: the process that runs it, or ``NOBODY``."""
-        await self._port.execute(INSERT, namespace=namespace, worker=worker, **_values_of(operation))
+        await self._port.execute(INSERT, namespace=namespace, worker=worker, **values_of(operation))
 
     async def get(self, namespace: str, id: UUID) -> Operation | None:
         """An operation by its id."""
@@ -154,7 +159,7 @@ class Operations:
 
     async def finish(self, namespace: str, operation: Operation, worker: str) -> bool:
         """Write the result of an operation; False if this process is no longer the worker."""
-        return await self._port.execute(FINISH, namespace=namespace, worker=worker, **_values_of(operation)) > 0
+        return await self._port.execute(FINISH, namespace=namespace, worker=worker, **values_of(operation)) > 0
 
     async def remove_old(self, namespace: str, before: datetime, limit: int) -> int:
         """Remove up to ``limit`` finished operations that were created before a time; the number of rows."""
@@ -165,5 +170,6 @@ class Operations:
         return dict(await self._port.fetch(STATES, namespace=namespace, ids=sorted(ids))) if ids else {}
 
 
-def _values_of(operation: Operation) -> dict[str, Any]:
+def values_of(operation: Operation) -> dict[str, Any]:
+    """The values of the columns of an operation."""
     return {field: getattr(operation, field) for field in _FIELDS}

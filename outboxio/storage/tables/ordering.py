@@ -115,6 +115,23 @@ ORDER BY {{order}} LIMIT :limit
     each="name text",
 ).having(order=Text("n.ordering_key, n.sequence", mysql="n.sequence"))
 
+_UNDELIVERED = """
+SELECT e.sequence, coalesce(e.ordering_key, e.model_id) FROM {table events %s e}
+WHERE e.namespace = :namespace AND %s AND e.sequence < :before ORDER BY e.sequence LIMIT :limit
+"""
+_OF_TOPIC = "AND e.event_type IS NOT NULL"
+UNDELIVERED_BY_TYPE = Query(
+    _UNDELIVERED % ("events_undelivered", "e.event_type = :key AND e.delivered = FALSE"),
+    tuple[int, str | None],
+    each="key text",
+)
+UNDELIVERED_BY_TOPIC = Query(
+    _UNDELIVERED % ("events_undelivered_topic", f"e.topic = :key AND e.delivered = FALSE {_OF_TOPIC}"),
+    tuple[int, str | None],
+    mysql=_UNDELIVERED % ("events_undelivered_topic", f"e.waiting_topic = :key {_OF_TOPIC}"),
+    each="key text",
+)
+
 # --- the rows --------------------------------------------------------------------------------------
 
 
@@ -148,6 +165,12 @@ class Ordering(OrderingRepository):
 
     async def release(self, event_ids: Sequence[UUID], now: datetime) -> int:
         return await self._port.execute(RELEASE, ids=list(event_ids), now=now) if event_ids else 0
+
+    async def find_undelivered(
+        self, namespace: str, wanted: str, before: int, limit: int, *, is_topic: bool
+    ) -> list[tuple[int, str | None]]:
+        query = UNDELIVERED_BY_TOPIC if is_topic else UNDELIVERED_BY_TYPE
+        return await self._port.fetch_each(query, [{"key": wanted}], namespace=namespace, before=before, limit=limit)
 
     async def postpone(self, ids: Sequence[UUID], until: datetime, now: datetime) -> int:
         return await self._port.execute(POSTPONE, ids=list(ids), until=until, now=now) if ids else 0

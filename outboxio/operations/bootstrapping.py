@@ -1,0 +1,364 @@
+"""Bootstrap: a handler gets an event for each row that exists, in chunks that lock their rows (decision 85).
+
+A chunk is a transaction that reads rows in share mode, and then writes their events, the notifications of the handler,
+and the position. A writer of such a row has either committed before, and the chunk reads its change; or waits, and its
+event gets a higher sequence. Admission (``runs/ordering.py``) lets older events that wait for fan-out go first.
+"""
+
+# pyright: reportPrivateUsage=false
+# A chunk writes on the session of its transaction, and the dispatch of the call is in the outbox.
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Mapping, Sequence
+from datetime import date, datetime, timedelta
+from decimal import Decimal
+from typing import Any
+from uuid import NAMESPACE_OID, UUID, uuid5
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from outboxio.actions.executor import ActionExecutor, current_cause
+from outboxio.errors import ConfigurationError, UnknownHandler
+from outboxio.fanout.fanout import Announcer
+from outboxio.handlers.handler import Handler, wanted_by
+from outboxio.model.event import BOOTSTRAP_ACTION, EventRecord
+from outboxio.model.lock_name import LockName
+from outboxio.model.operating.groups import Place
+from outboxio.model.operating.operation import Operation, OperationState
+from outboxio.model.snapshot import Snapshot, SnapshotRows, ToEvent
+from outboxio.operations.arguments import given_handler
+from outboxio.operations.base import AdminBase
+from outboxio.operations.recorder import By, after_error, log_end, naming_rights
+from outboxio.operations.takeover import SILENCE
+from outboxio.support.aio import to_the_end
+from outboxio.support.ids import uuid7
+from outboxio.support.log import log_of
+from outboxio.support.text import briefly
+from outboxio.transaction import Transaction
+
+logger = log_of(__name__)
+
+KIND = "bootstrap"
+MOST_WAITING = 5000  # unfinished notifications of the handler, from which on no further chunk begins
+LARGEST_CHUNK = 10_000  # rows
+LOOK_DELAY = 0.2  # seconds between two looks at the backlog, or at a bootstrap of a different process
+_BEFORE = timedelta(hours=1)
+"""A transaction that is open now may have events of an earlier date: a new ``since="now"`` begins so much earlier."""
+
+# --- positions -----------------------------------------------------------------------------------
+#
+# The values of a key as texts that give back the same values: JSON would change dates, decimals and large numbers.
+
+_KINDS: Mapping[str, tuple[type, Any, Any]] = {
+    "int": (int, str, int),
+    "str": (str, str, str),
+    "uuid": (UUID, str, UUID),
+    "decimal": (Decimal, str, Decimal),
+    "datetime": (datetime, datetime.isoformat, datetime.fromisoformat),
+    "date": (date, date.isoformat, date.fromisoformat),
+    "bytes": (bytes, bytes.hex, bytes.fromhex),
+    "float": (float, repr, float),
+}
+
+
+def as_place(key: Sequence[Any]) -> Place:
+    """A key as a position. Raises :class:`ConfigurationError` for a value that a position cannot hold."""
+    texts = list[str]()
+    for value in key:
+        kind = next((kind for kind, (cls, *_) in _KINDS.items() if isinstance(value, cls)), None)
+        if kind is None or isinstance(value, bool):
+            raise ConfigurationError(
+                f"rows returned the key {briefly(value)}; a key column holds {', '.join(_KINDS)}, and is not NULL"
+            )
+        texts += [kind, _KINDS[kind][1](value)]
+    return Place(KIND, "", tuple(texts))
+
+
+def key_at(place: Place) -> tuple[Any, ...]:
+    """The key at a position."""
+    return tuple(_KINDS[kind][2](text) for kind, text in zip(place.key[::2], place.key[1::2], strict=True))
+
+
+# --- the call ------------------------------------------------------------------------------------
+
+
+class Call(Struct, frozen=True):
+    """The checked arguments of a bootstrap."""
+
+    handler: str
+    rows: SnapshotRows
+    to_event: ToEvent
+    key: tuple[str, ...]
+    is_single: bool
+    """True if the key was given as the name of one column, and ``after`` is its value."""
+    chunk: int
+    again: bool
+
+    @property
+    def request(self) -> dict[str, object]:
+        """The arguments that the operation records."""
+        return {"handler": self.handler, "key": list(self.key), "chunk": self.chunk}
+
+    def keys_of(self, found: Any, after: tuple[Any, ...] | None) -> list[tuple[Any, ...]]:
+        """The keys of the rows of a chunk. Raises :class:`ConfigurationError` for rows that were not asked for."""
+        if len(found) > self.chunk:
+            raise ConfigurationError(f"rows returned {len(found):,} rows; it was asked for {self.chunk:,}: add a LIMIT")
+        keys = list[tuple[Any, ...]]()
+        for row in found:
+            try:
+                key = tuple(row[column] for column in self.key)
+            except (KeyError, IndexError, TypeError) as error:
+                raise ConfigurationError(
+                    f"rows returned {briefly(row)}, which lacks a column of the key ({', '.join(self.key)}): {error!r}"
+                ) from error
+            as_place(key)
+            if after is not None and not _is_behind(key, after):
+                raise ConfigurationError(
+                    f"rows returned the key {briefly(key)} behind {briefly(after)}: select the rows with a key greater "
+                    f"than `after`, and order them by {', '.join(self.key)}, which must be unique"
+                )
+            keys.append(key)
+            after = key
+        return keys
+
+
+def _is_behind(key: tuple[Any, ...], before: tuple[Any, ...]) -> bool:
+    """False if a key is certainly not behind another. Each collation has its own order of texts."""
+    if any(isinstance(value, str) for value in key):
+        return key != before
+    try:
+        return key > before
+    except TypeError as error:  # such as a naive datetime behind an aware one
+        raise ConfigurationError(f"rows returned the keys {briefly(before)} and {briefly(key)}: {error}") from error
+
+
+def given_call(handler: object, rows: Any, to_event: Any, key: Any, chunk: Any, again: object) -> Call:
+    """The checked arguments. Raises :class:`ConfigurationError`."""
+    columns = (key,) if isinstance(key, str) else tuple(key) if isinstance(key, list | tuple) else ()
+    if not columns or not all(isinstance(column, str) and column for column in columns):
+        raise ConfigurationError(f"key is {briefly(key)}; expected the name of a unique column, or a list of names")
+    if not isinstance(chunk, int) or isinstance(chunk, bool) or not 1 <= chunk <= LARGEST_CHUNK:
+        raise ConfigurationError(f"chunk is {briefly(chunk)}; expected a number of rows from 1 to {LARGEST_CHUNK:,}")
+    if not callable(rows):
+        raise ConfigurationError(f"rows is {briefly(rows)}; expected an async function of (tx, after, limit)")
+    if not callable(to_event) or inspect.iscoroutinefunction(to_event):
+        raise ConfigurationError(f"to_event is {briefly(to_event)}; expected a plain function of a row")
+    return Call(given_handler(handler), rows, to_event, columns, isinstance(key, str), chunk, again is True)
+
+
+# --- the run -------------------------------------------------------------------------------------
+
+
+class Bootstrap(AdminBase):
+    """A call of ``outbox.bootstrap``."""
+
+    def __init__(self, admin: AdminBase, executor: ActionExecutor, call: Call, shard: str | None) -> None:
+        super().__init__(admin._setup, By())
+        self._executor = executor
+        self._target = executor.shard(shard)
+        self._one = next(iter(self._shards.chosen(self._target.database.name)))
+        self._table = self._one.database.bootstraps
+        self._call = call
+        found = self._handlers.find(call.handler)
+        if found is None:
+            raise UnknownHandler(call.handler, self._namespace, self._handlers.names)
+        self._handler: Handler = found
+        self._wanted_types = {wanted.event_type for wanted in wanted_by(found)}
+        # A handler has one bootstrap on a shard: its id is computed, and its primary key keeps two calls apart.
+        names = "/".join((self._namespace, KIND, found.name))
+        self._id = uuid5(NAMESPACE_OID, names)
+        self._worker = f"{self._recorder.worker}:{uuid7().hex[-8:]}"
+        self._again = call.again
+        self._after: tuple[Any, ...] | None = None
+        owner = self._setup.process.text
+        self._announcer = Announcer(
+            self._namespace, self._one.database, self._handlers, self._one.clock, self._settings.subscription_ttl, owner
+        )
+
+    async def run(self) -> Operation:
+        """Carry the bootstrap out, or wait for the process that does. Returns the finished operation."""
+        async with naming_rights(self._one.database, KIND):
+            await self._one.measure()
+            await self._subscribe()
+            while await self._take():
+                try:
+                    state = await self._to_the_end()
+                except BaseException as error:
+                    await to_the_end(self._interrupted(error))
+                    raise
+                if state is not None and await self._end(state):
+                    break
+            return await self._operation()
+
+    async def _subscribe(self) -> None:
+        """Announce the handler before the first row is read, so that it gets every change after that."""
+        since, database, now = self._handler.options.since, self._one.database, self._one.clock()
+        if isinstance(since, datetime) and since > now:
+            raise ConfigurationError(
+                f"handler {self._handler.name!r} has since={since!r}, which is still to come: changes until then would "
+                "be missing after the bootstrap. Leave since= out"
+            )
+        if since == "now":
+            mark = LockName(self._namespace, "since", self._handler.name)
+            await database.subscriptions.begin({mark: now - _BEFORE}, self._setup.process.text)
+        await self._announcer.announce_if_due()
+
+    # --- who works -------------------------------------------------------------------------------
+
+    async def _take(self) -> bool:
+        """Become the worker of the bootstrap; False if it is done. Waits while a different process works."""
+        operations, table, namespace = self._one.database.operations, self._table, self._namespace
+        has_waited = False
+        while True:
+            found, now = await operations.get(namespace, self._id), self._one.clock()
+            if found is None:
+                order = replace(self._recorder.order(KIND, self._call.request, None, None), id=self._id)
+                await table.begin(namespace, order.operation(now, self._one.database.name), self._worker)
+            elif found.has_ended:
+                if found.state is OperationState.DONE and not self._again:
+                    return False
+                if has_waited and await operations.is_to_stop(namespace, self._id):
+                    return False  # an operator has stopped it meanwhile
+                if not self._again:
+                    self._refuse_other_key(found)
+                await table.reopen(
+                    namespace, found, self._worker, now, anew=self._call.request if self._again else None
+                )
+            else:
+                self._refuse_other_key(found)
+                await operations.take(namespace, self._id, self._worker, now - SILENCE, now)
+            if await table.touch(namespace, self._id, self._worker, now):
+                place = await table.reached(namespace, self._id)
+                self._after, self._again = None if place is None else key_at(place), False
+                return True
+            if found is not None and not found.has_ended:
+                has_waited, self._again = True, False  # the other process does what was asked for
+            await asyncio.sleep(LOOK_DELAY)
+
+    def _refuse_other_key(self, found: Operation) -> None:
+        begun, key = found.request.get("key"), list(self._call.key)
+        if begun != key:
+            raise ConfigurationError(
+                f"the bootstrap of {self._handler.name!r} was begun with key={begun!r}, and key is {key!r}: its "
+                "position has no meaning here. Continue with the former key, or stop it and call with again=True"
+            )
+
+    async def _interrupted(self, error: BaseException) -> None:
+        """Record how the call ended. The next call continues at the position."""
+        try:
+            if isinstance(error, Exception):
+                failed = after_error(await self._operation(), error, self._redact)
+                await self._end(OperationState.FAILED, failed.error)
+            else:
+                await self._end(OperationState.STOPPED)
+        except Exception as lost:  # the error or the cancellation that ended the call matters
+            logger.warning("the end of operation %s could not be recorded: %s", self._id, lost, operation=str(self._id))
+
+    async def _end(self, state: OperationState, error: str | None = None) -> bool:
+        error = error and self._one.database.encoding.escaped(error)
+        if not await self._table.end(self._namespace, self._id, self._worker, state, error, self._one.clock()):
+            return False
+        log_end(await self._operation())
+        return True
+
+    async def _operation(self) -> Operation:
+        found = await self._one.database.operations.get(self._namespace, self._id)
+        assert found is not None  # a row of this kind is never removed
+        return found
+
+    # --- the chunks ------------------------------------------------------------------------------
+
+    async def _to_the_end(self) -> OperationState | None:
+        """Do chunk after chunk; the state in which to end. ``None`` if a different process has taken over."""
+        names = sorted(self._handler.names)
+        while True:
+            await self._announcer.announce_if_due()
+            while await self._table.backlog(self._namespace, names, MOST_WAITING) >= MOST_WAITING:
+                if not await self._table.touch(self._namespace, self._id, self._worker, self._one.clock()):
+                    break
+                await self._announcer.announce_if_due()
+                await asyncio.sleep(LOOK_DELAY)
+            keys = await self._chunk()
+            if keys is None:
+                is_to_stop = await self._one.database.operations.is_to_stop(self._namespace, self._id)
+                return OperationState.STOPPED if is_to_stop else None
+            if not keys:
+                return OperationState.DONE
+            self._after = keys[-1]
+            self._one.wake()
+
+    async def _chunk(self) -> list[tuple[Any, ...]] | None:
+        """Do a chunk, as an action that is retried like any other; the keys of its rows."""
+        executor, shard, action_id = self._executor, self._target.database.name, uuid7()
+        retries, params = executor.retries((), shard), {"operation": str(self._id)}
+        with executor.executing(BOOTSTRAP_ACTION, shard, None) as execution:
+            while True:
+                try:
+                    async with executor.attempt(
+                        BOOTSTRAP_ACTION, params, shard=shard, correlation_id=None, headers=None, action_id=action_id
+                    ) as tx:
+                        keys = await self._emit(tx, params)
+                    return keys
+                except Exception as error:
+                    delay = executor.delay_before_retry(retries, error, BOOTSTRAP_ACTION, action_id, shard)
+                    if delay is None:
+                        raise
+                await asyncio.sleep(delay)
+                execution.repeated()
+
+    async def _emit(self, tx: Transaction, params: Mapping[str, str]) -> list[tuple[Any, ...]] | None:
+        """Read the rows, and write their events for the handler, and the position. ``None`` if nothing is to be done.
+
+        The row of the operation is locked first, so that a process that takes over waits for the chunk.
+        """
+        call, target, session, now = self._call, self._target, tx._session, self._one.clock()
+        if not await self._table.lock(session, self._namespace, self._id, self._worker, now):
+            return None
+        after = self._after[0] if call.is_single and self._after is not None else self._after
+        reading: Any = call.rows(tx, after, call.chunk)
+        if not inspect.isawaitable(reading):
+            raise ConfigurationError(f"rows returned {briefly(reading)}; write `async def rows(tx, after, limit)`")
+        found: Any = await reading
+        keys = call.keys_of(found, self._after)
+        if not keys:
+            return keys
+        records = [
+            record for row, key in zip(found, keys, strict=True) if (record := self._record_of(row, key)) is not None
+        ]
+        if records:
+            action = self._executor.action_record(
+                target, BOOTSTRAP_ACTION, params, None, tx.action_id, None, current_cause()
+            )
+            await tx.write(action.completed(target.clock()), records)
+        tx.was_joined = True  # the rows of the action are written
+        scope = self._namespace, self._id, self._handler.name
+        ids = [record.id for record in records]
+        await self._table.write(session, scope, ids, as_place(keys[-1]), len(keys), self._one.clock())
+        return keys
+
+    def _record_of(self, row: Any, key: tuple[Any, ...]) -> EventRecord | None:
+        given: Any = self._call.to_event(row)
+        if given is None:
+            return None
+        snapshot = given if isinstance(given, Snapshot) else Snapshot(given)
+        model_id = key[0] if snapshot.model_id is None and self._call.is_single else snapshot.model_id
+        record = self._target.emitter.record(
+            snapshot.event, current_cause(), model_id=model_id, model_type=snapshot.model_type,
+            ordering_key=snapshot.ordering_key,
+        )  # fmt: skip
+        name = self._handler.name
+        if self._handler.topic is None and record.event_type not in self._wanted_types:
+            raise ConfigurationError(
+                f"to_event returned an event {record.event_type!r}, which handler {name!r} does not handle; it handles "
+                f"{', '.join(sorted(self._wanted_types))}"
+            )
+        if self._handler.options.ordered and record.ordering_key is None and record.model_id is None:
+            raise ConfigurationError(
+                f"to_event returned an event without a key, and handler {name!r} is ordered: return "
+                "Snapshot(event, model_id=...) with the model_id or the ordering_key of the row's other events"
+            )
+        return record
