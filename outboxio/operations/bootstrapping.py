@@ -337,7 +337,11 @@ class Bootstrap(AdminBase):
         tx.was_joined = True  # the rows of the action are written
         scope = self._namespace, self._id, self._handler.name
         ids = [record.id for record in records]
-        await self._table.write(session, scope, ids, as_place(keys[-1]), len(keys), self._one.clock())
+        if not await self._table.write(session, scope, ids, as_place(keys[-1]), len(keys), self._one.clock()):
+            raise ConfigurationError(
+                f"handler {self._handler.name!r} has lost its subscriptions during the bootstrap: an operator has "
+                "unsubscribed it. Call outbox.bootstrap again to continue"
+            )
         return keys
 
     def _record_of(self, row: Any, key: tuple[Any, ...]) -> EventRecord | None:
@@ -348,7 +352,7 @@ class Bootstrap(AdminBase):
         model_id = key[0] if snapshot.model_id is None and self._call.is_single else snapshot.model_id
         record = self._target.emitter.record(
             snapshot.event, current_cause(), model_id=model_id, model_type=snapshot.model_type,
-            ordering_key=snapshot.ordering_key,
+            ordering_key=snapshot.ordering_key, topic=self._handler.topic,
         )  # fmt: skip
         name = self._handler.name
         if self._handler.topic is None and record.event_type not in self._wanted_types:

@@ -113,14 +113,18 @@ class Bootstraps:
         reached: Place,
         matched: int,
         now: datetime,
-    ) -> None:
-        """Give the events to one handler, and write the new position. ``scope``: namespace, operation, handler name."""
-        namespace, id, handler_name = scope
+    ) -> bool:
+        """Give the events to one handler, and write the new position. ``scope``: namespace, operation, handler name.
+
+        False if the handler is not subscribed to all of them.
+        """
+        (namespace, id, handler_name), made = scope, 0
         if events:
             owed = msgspec.Raw(msgspec.json.encode([{"event_id": str(e), "id": str(uuid7())} for e in events]))
             values = {"namespace": namespace, "handler_name": handler_name, "owed": owed, "now": now}
-            for statement in (BACKFILL, DELIVER):
-                await session.execute(*self._port.prepared(statement, values))
+            made = await session.execute(*self._port.prepared(BACKFILL, values))
+            await session.execute(*self._port.prepared(DELIVER, values))
         place = msgspec.Raw(msgspec.json.encode(reached))
         done = {"operation": id, "matched": matched, "done": len(events), "reached": place, "now": now}
         await session.execute(*self._port.prepared(WRITE_OPERATION, done))
+        return made >= len(events)
