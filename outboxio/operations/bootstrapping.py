@@ -22,7 +22,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from outboxio.actions.executor import ActionExecutor, current_cause
-from outboxio.errors import ConfigurationError, UnknownHandler
+from outboxio.errors import CommitUnknown, ConfigurationError, DatabaseUnavailable, UnknownHandler
 from outboxio.fanout.fanout import Announcer
 from outboxio.handlers.handler import Handler, wanted_by
 from outboxio.model.event import BOOTSTRAP_ACTION, EventRecord
@@ -35,6 +35,7 @@ from outboxio.operations.base import AdminBase
 from outboxio.operations.recorder import By, after_error, log_end, naming_rights
 from outboxio.operations.takeover import SILENCE
 from outboxio.support.aio import to_the_end
+from outboxio.support.duration import pause_after
 from outboxio.support.ids import uuid7
 from outboxio.support.log import log_of
 from outboxio.support.text import briefly
@@ -46,6 +47,7 @@ KIND = "bootstrap"
 MOST_WAITING = 5000  # unfinished notifications of the handler, from which on no further chunk begins
 LARGEST_CHUNK = 10_000  # rows
 LOOK_DELAY = 0.2  # seconds between two looks at the backlog, or at a bootstrap of a different process
+_MOST_FAILURES = 10  # in a row, of a chunk, by errors that may pass
 _BEFORE = timedelta(hours=1)
 """A transaction that is open now may have events of an earlier date: a new ``since="now"`` begins so much earlier."""
 
@@ -184,15 +186,28 @@ class Bootstrap(AdminBase):
         async with naming_rights(self._one.database, KIND):
             await self._one.measure()
             await self._subscribe()
-            while await self._take():
+            failures = 0
+            while True:
+                before = self._after
                 try:
+                    if not await self._take():
+                        return await self._operation()
                     state = await self._to_the_end()
+                    if state is not None and await self._end(state):
+                        return await self._operation()
                 except BaseException as error:
-                    await to_the_end(self._interrupted(error))
-                    raise
-                if state is not None and await self._end(state):
-                    break
-            return await self._operation()
+                    failures = failures + 1 if self._after == before else 1
+                    if failures > _MOST_FAILURES or not self._may_pass(error):
+                        await to_the_end(self._interrupted(error))
+                        raise
+                    await asyncio.sleep(pause_after(failures))
+
+    def _may_pass(self, error: BaseException) -> bool:
+        """True for a lost connection. The next try reads the position, and so whether the last chunk was committed."""
+        database = self._one.database
+        return isinstance(error, CommitUnknown | DatabaseUnavailable) or (
+            isinstance(error, Exception) and (database.is_transient(error) or database.is_unreachable(error))
+        )
 
     async def _subscribe(self) -> None:
         """Announce the handler before the first row is read, so that it gets every change after that."""
