@@ -331,6 +331,7 @@ class Bootstrap(AdminBase):
         The row of the operation is locked first, so that a process that takes over waits for the chunk.
         """
         call, target, session, now = self._call, self._target, tx._session, self._one.clock()
+        tx.was_joined = True  # the chunk writes its rows itself
         if not await self._table.lock(session, self._namespace, self._id, self._worker, now):
             return None
         after = self._after[0] if call.is_single and self._after is not None else self._after
@@ -349,7 +350,6 @@ class Bootstrap(AdminBase):
                 target, BOOTSTRAP_ACTION, params, None, tx.action_id, None, current_cause()
             )
             await tx.write(action.completed(target.clock()), records)
-        tx.was_joined = True  # the rows of the action are written
         scope = self._namespace, self._id, self._handler.name
         ids = [record.id for record in records]
         if not await self._table.write(session, scope, ids, as_place(keys[-1]), len(keys), self._one.clock()):

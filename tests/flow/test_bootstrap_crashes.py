@@ -1,0 +1,21 @@
+"""A bootstrap whose process is killed, beside writers, makes read models that equal the table.
+
+``python -m tests.flow.bootstrap_course URL`` runs the same at full size.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.flow import bootstrap_course
+from tests.flow.bootstrap_course import run_course
+
+pytestmark = pytest.mark.slow
+
+
+async def test_a_killed_bootstrap_beside_writers_equals_its_table(database_url: str) -> None:
+    course = await run_course(database_url, number=6 * bootstrap_course.CHUNK, rate=100, kills=2, silence=1)
+
+    assert course.ordered == course.expected
+    assert course.versioned == course.expected
+    assert min(course.done) >= len(course.expected) // 2
