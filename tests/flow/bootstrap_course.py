@@ -14,10 +14,11 @@ import argparse
 import asyncio
 import json
 import random
+import re
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -62,39 +63,51 @@ def to_event(row: Any) -> ItemChanged:
     return ItemChanged("is", row["id"], 0, row["balance"], row["version"])
 
 
-async def put(tx: Transaction, table: str, assigned: str, columns: str, *values: int) -> None:
-    """Insert a row, or change the row with this id."""
-    marks = ", ".join(f"${number}" for number in range(1, len(values) + 1))
-    conflict, new = "ON CONFLICT (id) DO UPDATE SET", "excluded.{}"
+def groups(envelopes: Sequence[EventEnvelope[ItemChanged]]) -> Iterator[list[ItemChanged]]:
+    """The events in their order, in groups without two events of an item: each group is written at once."""
+    group: dict[int, ItemChanged] = {}
+    for event in (envelope.event for envelope in envelopes):
+        if event.id in group:
+            yield sorted(group.values(), key=lambda event: event.id)
+            group = {}
+        group[event.id] = event
+    yield sorted(group.values(), key=lambda event: event.id)
+
+
+async def put(tx: Transaction, table: str, columns: str, values: Iterable[tuple[int, ...]], assigned: str) -> None:
+    """Insert rows, or change the rows with these ids."""
+    listed = ", ".join(f"({', '.join(map(str, row))})" for row in values)
+    if not listed:
+        return
+    conflict, new = "ON CONFLICT (id) DO UPDATE SET", r"excluded.\1"
     if dialect_of(tx) == "mysql":
-        conflict, new = "ON DUPLICATE KEY UPDATE", "VALUES({})"
-    for column in ("balance", "version", "is_gone"):
-        assigned = assigned.replace(f"new_{column}", new.format(column))
-    insert = f"INSERT INTO {table} ({columns}) VALUES ({marks}) {conflict} {assigned}"
-    await tx.execute(sql(tx, insert), *values)
+        conflict, new = "ON DUPLICATE KEY UPDATE", r"VALUES(\1)"
+    assigned = re.sub(r"\bnew_(\w+)", new, assigned)
+    await tx.execute(f"INSERT INTO {table} ({columns}) VALUES {listed} {conflict} {assigned}")
 
 
 async def apply_in_order(envelopes: list[EventEnvelope[ItemChanged]]) -> None:
     tx = envelopes[0].tx
-    for event in (envelope.event for envelope in envelopes):
-        if event.kind == "added":
-            add = "UPDATE ordered_items SET balance = balance + $1 WHERE id = $2"
-            await tx.execute(sql(tx, add), event.amount, event.id)
-        elif event.kind == "removed":
-            await tx.execute(sql(tx, "DELETE FROM ordered_items WHERE id = $1"), event.id)
-        else:
-            await put(tx, "ordered_items", "balance = new_balance", "id, balance", event.id, event.balance)
+    for group in groups(envelopes):
+        added = [event for event in group if event.kind == "added"]
+        gone = [event.id for event in group if event.kind == "removed"]
+        is_now = ((event.id, event.balance) for event in group if event.kind in ("is", "created"))
+        await put(tx, "ordered_items", "id, balance", is_now, "balance = new_balance")
+        if added:
+            cases = " ".join(f"WHEN {event.id} THEN {event.amount}" for event in added)
+            ids = ", ".join(str(event.id) for event in added)
+            await tx.execute(f"UPDATE ordered_items SET balance = balance + CASE id {cases} END WHERE id IN ({ids})")
+        if gone:
+            await tx.execute(f"DELETE FROM ordered_items WHERE id IN ({', '.join(map(str, gone))})")
 
 
 async def apply_by_version(envelopes: list[EventEnvelope[ItemChanged]]) -> None:
-    tx, table = envelopes[0].tx, "versioned_items"
     # The version comes last: MySQL assigns from left to right.
     keep = "{0} = CASE WHEN new_version > versioned_items.version THEN new_{0} ELSE versioned_items.{0} END"
     assigned = ", ".join(keep.format(column) for column in ("balance", "is_gone", "version"))
-    for event in sorted((envelope.event for envelope in envelopes), key=lambda event: event.id):
-        is_gone = int(event.kind == "removed")
-        values = event.id, event.balance, event.version, is_gone
-        await put(tx, table, assigned, "id, balance, version, is_gone", *values)
+    for group in groups(envelopes):
+        values = ((event.id, event.balance, event.version, int(event.kind == "removed")) for event in group)
+        await put(envelopes[0].tx, "versioned_items", "id, balance, version, is_gone", values, assigned)
 
 
 def outbox_for(url: str) -> Outbox:

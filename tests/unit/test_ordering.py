@@ -87,7 +87,7 @@ def queue(strict: frozenset[str] = frozenset()) -> HandlerQueue:
 
 def rows_of(owner: HandlerQueue, key: str, number: int, first: int = 0) -> list[Run]:
     def row(sequence: int) -> Run:
-        context: Any = SimpleNamespace(ordering_key=key, created_date=NOON, event_id=UUID(int=sequence))
+        context: Any = SimpleNamespace(ordering_key=key, created_date=NOON, event_id=UUID(int=sequence), action_name="")
         notification = Notification(
             UUID(int=sequence),
             "ledger",
