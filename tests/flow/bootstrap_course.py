@@ -29,7 +29,6 @@ from tests.kit.app import Look
 from tests.kit.sql import sql
 
 HANDLERS = ("ordered", "versioned")
-CHUNK = 500
 TABLES = (
     "CREATE TABLE items (id BIGINT PRIMARY KEY, balance BIGINT NOT NULL, version BIGINT NOT NULL)",
     "CREATE TABLE ordered_items (id BIGINT PRIMARY KEY, balance BIGINT NOT NULL)",
@@ -114,7 +113,7 @@ def outbox_for(url: str) -> Outbox:
     return Outbox(url, namespace="course", settings=Settings(shutdown_timeout="5s"))
 
 
-async def work(url: str, silence: float) -> None:
+async def work(url: str, silence: float, chunk: int) -> None:
     """Run the handlers, bootstrap both, and report each end."""
     bootstrapping.SILENCE = timedelta(seconds=silence)
     outbox, stop = outbox_for(url), asyncio.Event()
@@ -123,7 +122,7 @@ async def work(url: str, silence: float) -> None:
     outbox.handler(ItemChanged, name="ordered", ordered=True, batch=batch, delivery="transactional")(apply_in_order)
     outbox.handler(ItemChanged, name="versioned", batch=batch, delivery="transactional")(apply_by_version)
     async with outbox, outbox.running():
-        calls = (outbox.bootstrap(name, rows, to_event, key="id", chunk=CHUNK) for name in HANDLERS)
+        calls = (outbox.bootstrap(name, rows, to_event, key="id", chunk=chunk) for name in HANDLERS)
         done = await asyncio.gather(*calls)
         print(json.dumps([operation.done for operation in done]), flush=True)
         await stop.wait()
@@ -220,8 +219,8 @@ class Course(NamedTuple):
     """From the first start of the process until both bootstraps were done."""
 
 
-async def start(url: str, silence: float) -> asyncio.subprocess.Process:
-    given = json.dumps({"url": url, "silence": silence})
+async def start(url: str, silence: float, chunk: int) -> asyncio.subprocess.Process:
+    given = json.dumps({"url": url, "silence": silence, "chunk": chunk})
     return await asyncio.create_subprocess_exec(
         sys.executable, "-m", __spec__.name if __spec__ else __name__, "--work", given, stdout=asyncio.subprocess.PIPE
     )
@@ -236,20 +235,20 @@ async def fill(outbox: Outbox, url: str, number: int) -> None:
             await tx.execute(f"INSERT INTO items (id, balance, version) VALUES {values}")
 
 
-async def run_course(url: str, *, number: int, rate: float, kills: int, silence: float) -> Course:
+async def run_course(url: str, *, number: int, rate: float, kills: int, silence: float, chunk: int = 500) -> Course:
     outbox, stop = outbox_for(url), asyncio.Event()
     async with outbox:
         await outbox.migrate()
         await fill(outbox, url, number)
         writers = Writers(outbox, number, rate)
         writing = asyncio.create_task(writers.write(stop))
-        began, process = time.monotonic(), await start(url, silence)
+        began, process = time.monotonic(), await start(url, silence, chunk)
         try:
             for kill in range(1, kills + 1):
                 await until_matched(outbox, process, kill * 2 * number // (kills + 1))
                 process.kill()
                 await process.wait()
-                process = await start(url, silence)
+                process = await start(url, silence, chunk)
             assert process.stdout is not None
             line = await process.stdout.readline()
             seconds = time.monotonic() - began

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import pytest
 
-from tests.flow import bootstrap_course
 from tests.flow.bootstrap_course import run_course
 
 pytestmark = pytest.mark.slow
 
 
 async def test_a_killed_bootstrap_beside_writers_equals_its_table(database_url: str) -> None:
-    course = await run_course(database_url, number=6 * bootstrap_course.CHUNK, rate=100, kills=2, silence=1)
+    course = await run_course(database_url, number=600, rate=30, kills=2, silence=1, chunk=50)
 
     assert course.ordered == course.expected
     assert course.versioned == course.expected
