@@ -6,7 +6,7 @@ event gets a higher sequence. Admission (``runs/ordering.py``) lets older events
 """
 
 # pyright: reportPrivateUsage=false
-# A chunk writes on the session of its transaction, and the dispatch of the call is in the outbox.
+# A chunk writes on the session of its transaction.
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from datetime import date, datetime, timedelta
 from decimal import Decimal
-from typing import Any
+from typing import Any, cast
 from uuid import NAMESPACE_OID, UUID, uuid5
 
 from msgspec import Struct
@@ -140,16 +140,19 @@ def _is_behind(key: tuple[Any, ...], before: tuple[Any, ...]) -> bool:
 
 def given_call(handler: object, rows: Any, to_event: Any, key: Any, chunk: Any, again: object) -> Call:
     """The checked arguments. Raises :class:`ConfigurationError`."""
-    columns = (key,) if isinstance(key, str) else tuple(key) if isinstance(key, list | tuple) else ()
-    if not columns or not all(isinstance(column, str) and column for column in columns):
+    names: Any = [key] if isinstance(key, str) else key
+    listed: list[Any] = list(cast("Sequence[Any]", names)) if isinstance(names, list | tuple) else []
+    if not listed or not all(isinstance(column, str) and column for column in listed):
         raise ConfigurationError(f"key is {briefly(key)}; expected the name of a unique column, or a list of names")
     if not isinstance(chunk, int) or isinstance(chunk, bool) or not 1 <= chunk <= LARGEST_CHUNK:
         raise ConfigurationError(f"chunk is {briefly(chunk)}; expected a number of rows from 1 to {LARGEST_CHUNK:,}")
-    if not callable(rows):
-        raise ConfigurationError(f"rows is {briefly(rows)}; expected an async function of (tx, after, limit)")
-    if not callable(to_event) or inspect.iscoroutinefunction(to_event):
-        raise ConfigurationError(f"to_event is {briefly(to_event)}; expected a plain function of a row")
-    return Call(given_handler(handler), rows, to_event, columns, isinstance(key, str), chunk, again is True)
+    for name, given, expected in (
+        ("rows", rows, "an async function of (tx, after, limit)"),
+        ("to_event", to_event, "a plain function of a row"),
+    ):
+        if not callable(given) or (name == "to_event" and inspect.iscoroutinefunction(given)):
+            raise ConfigurationError(f"{name} is {briefly(given)}; expected {expected}")
+    return Call(given_handler(handler), rows, to_event, tuple(listed), isinstance(key, str), chunk, again is True)
 
 
 # --- the run -------------------------------------------------------------------------------------
