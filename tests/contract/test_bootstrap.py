@@ -26,7 +26,7 @@ from outboxio import (
 from outboxio.operations import bootstrapping
 from outboxio.runs import ordering
 from tests.kit.app import Look, MoneyDeposited, eventually
-from tests.kit.inside import database_of, shard_of
+from tests.kit.inside import database_of, session_of, shard_of
 from tests.kit.sql import sql
 
 MakeOutbox = Callable[..., Awaitable[Outbox]]
@@ -58,7 +58,7 @@ def to_event(row: Any) -> WalletChanged:
 
 
 def share_lock(tx: Transaction) -> str:
-    dialect = type(tx._session).__module__.split(".")[2]
+    dialect = type(session_of(tx)).__module__.split(".")[2]
     return {"postgres": "FOR SHARE", "mysql": "LOCK IN SHARE MODE"}.get(dialect, "")
 
 
@@ -390,7 +390,7 @@ async def test_arguments_are_refused_before_anything_is_written(outbox: Outbox, 
     view_of(outbox)
 
     async def refused(says: str, error: type[Exception] = ConfigurationError, **changed: Any) -> None:
-        given = {"handler": "view", "rows": rows, "to_event": to_event, "key": "id", **changed}
+        given: dict[str, Any] = {"handler": "view", "rows": rows, "to_event": to_event, "key": "id", **changed}
         with pytest.raises(error, match=says):
             await outbox.bootstrap(**given)
 

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 from outboxio import Batch, Event, EventEnvelope, Outbox, Settings, State, Transaction
 from outboxio.operations import bootstrapping
 from tests.kit.app import Look
+from tests.kit.inside import session_of
 from tests.kit.sql import sql
 
 HANDLERS = ("ordered", "versioned")
@@ -46,7 +47,7 @@ class ItemChanged(Event):
 
 
 def dialect_of(tx: Transaction) -> str:
-    return type(tx._session).__module__.split(".")[2]
+    return type(session_of(tx)).__module__.split(".")[2]
 
 
 # --- the process that bootstraps -------------------------------------------------------------------
