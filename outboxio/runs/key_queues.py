@@ -215,6 +215,7 @@ def ids_of(runs: Iterable[Run]) -> list[UUID]:
 
 PIECE = 1000  # keys, or rows, that a statement reads
 SHORTEST_PAUSE = 1.0  # seconds between two sweeps of the keys
+KEPT_FOR = 0.5  # seconds for which snapshots of a bootstrap are BLOCKED, until the next look at the events before them
 SHARE_OF_TIME = 50  # the pause after a sweep is at least so many times as long as the sweep took
 
 
@@ -227,6 +228,7 @@ class StrandedKeys:
         self._is_wanted = False
         self._read_to: dict[str, Any] = {}
         self._kept: dict[int, tuple[HandlerQueue, set[str]]] = {}
+        self._kept_until = 0.0
 
     def sweep_soon(self) -> None:
         """A lock was taken: the former holder may have left keys stranded."""
@@ -236,15 +238,22 @@ class StrandedKeys:
         """Rows may have ended elsewhere: make sure that a sweep follows in time."""
         self._is_wanted = True
 
-    def want(self, queue: HandlerQueue, keys: Iterable[str | None]) -> None:
-        """Rows of these keys are BLOCKED for a while: make them due in the next sweep, whoever has partition 0."""
+    def keep(self, queue: HandlerQueue, keys: Iterable[str | None]) -> None:
+        """Rows of these keys are BLOCKED for a short while, until :meth:`release`, whatever the pace of the sweeps."""
+        if not self._kept:
+            self._kept_until = asyncio.get_running_loop().time() + KEPT_FOR
         self._kept.setdefault(id(queue), (queue, set()))[1].update(key for key in keys if key is not None)
-        self.want_sweep()
+
+    async def release(self, now: float) -> None:
+        """Make the kept rows due again. If that fails, a sweep finds them."""
+        while self._kept and now >= self._kept_until:
+            _, (queue, keys) = self._kept.popitem()
+            await self._rows.unblock(queue, sorted(keys))
 
     @property
     def next_sweep(self) -> float | None:
-        """The moment of the next sweep that has to be made, by the event loop's clock; ``None`` if none has to be."""
-        return self._next if self._is_wanted else None
+        """The moment of the next sweep or release that has to be made, by the event loop's clock, or ``None``."""
+        return min([self._next] * self._is_wanted + [self._kept_until] * bool(self._kept), default=None)
 
     def is_due(self, now: float) -> bool:
         return now >= self._next
@@ -254,9 +263,6 @@ class StrandedKeys:
         time = asyncio.get_running_loop().time
         began, is_through = time(), True
         self._is_wanted = False
-        while self._kept:
-            _, (queue, keys) = self._kept.popitem()
-            await self._rows.unblock(queue, sorted(keys))
         for cursor in cursors:
             queue, (name, partition) = cursor.queue, cursor.slot
             if partition:

@@ -122,7 +122,7 @@ class AdmissionGate:
         """Block snapshots while an older event of their key waits for fan-out; the rows that may queue up.
 
         A bootstrap writes its notifications itself, so a snapshot may be due before the notifications of older events
-        exist. A sweep of the keys makes it due again.
+        exist. It is due again after a short while.
         """
         snapshots = [run for run in runs if _is_snapshot(run.notification)]
         if not snapshots:
@@ -146,7 +146,7 @@ class AdmissionGate:
             if min(oldest.get(run.notification.context.ordering_key or "", read_to), read_to) < sequence_of(run)
         ]  # fmt: skip
         if late:
-            self.stranded.want(queue, (run.notification.context.ordering_key for run in late))
+            self.stranded.keep(queue, (run.notification.context.ordering_key for run in late))
             await self._keep_out(late)
         return [run for run in runs if run not in set(late)]
 
@@ -247,6 +247,7 @@ class AdmissionGate:
         for queue in {id(queue): queue for queue in keys.moved.values()}.values():
             # The rows of one handler start before the next handler's heads are read: a failure there undoes no start.
             started += self._start(await self._advance(queue, is_held=id(queue) in held))
+        await self.stranded.release(now)
         if self.stranded.is_due(now):
             await self.stranded.sweep(ours)
         return started
