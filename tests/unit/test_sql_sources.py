@@ -51,7 +51,7 @@ HARMLESS = {
     },
     "migration.py": {"_flaws": TEXT, "_flaws_of_table": TEXT},
     "__init__.py": {"Shard.__repr__": TEXT, "_plain": "no statement: a URL"},
-    "engines/given_engine.py": {"GivenEngine.place": TEXT, "given_engine": TEXT},
+    "engines/given_engine.py": {"GivenEngine.place": TEXT, "GivenEngine.refusal": TEXT, "given_engine": TEXT},
     "mysql/connection.py": {
         "LoopConnection.fetch_all": "one constant, repeated",
         "LoopConnection.transaction": SESSION,
@@ -121,7 +121,8 @@ HARMLESS = {
         "MysqlSession._run": "the caller's own statement, as its driver would fill it in",
     },
     "connections/health.py": {"Connections.explained": TEXT},
-    "mysql/url.py": {"where": TEXT},
+    "mysql/driver.py": {"_own_types": TEXT},
+    "mysql/url.py": {"_context_of_engine": TEXT, "url_of": TEXT, "where": TEXT},
     "mysql/values.py": {"_escaping_backslashes": "what escapes", "_doubling_quotes": "what escapes"},
     "postgres/connection.py": {
         "applying": SESSION,
