@@ -13,7 +13,8 @@ from typing import Any
 
 from outboxio.catalogue.event_types import EventType
 from outboxio.catalogue.lock import LockedVersion
-from outboxio.catalogue.schemas import Schema
+from outboxio.catalogue.schemas import Schema, as_schema
+from outboxio.support.codec import is_list, is_object
 
 _Object = dict[str, Any]
 _DEFS = "#/$defs/"
@@ -120,14 +121,14 @@ def _described(one: EventType) -> _Object:
 
 def _rewritten(node: Any, names: Mapping[str, str]) -> Any:
     """A schema in the dialect of AsyncAPI: references to components, tuples as in draft 7, no mapped discriminator."""
-    if isinstance(node, list):
+    if is_list(node):
         return [_rewritten(each, names) for each in node]
-    if not isinstance(node, dict):
+    if not is_object(node):
         return node
     found = {key: _rewritten(value, names) for key, value in node.items()}
     if isinstance(reference := found.get("$ref"), str):
         found["$ref"] = f"#/components/schemas/{names[reference.removeprefix(_DEFS)]}"
-    if isinstance(found.get("discriminator"), dict) and isinstance(found["discriminator"].get("propertyName"), str):
+    if isinstance(as_schema(found.get("discriminator")).get("propertyName"), str):
         del found["discriminator"]
     if isinstance(found.get("prefixItems"), list):
         found["additionalItems"] = found.pop("items", True)

@@ -11,7 +11,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from outboxio.catalogue.schemas import ALIASES, Schema, resolved
+from outboxio.catalogue.schemas import ALIASES, Schema, as_schema, resolved
 
 _LOWER = ("minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties")
 _UPPER = ("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties")
@@ -167,14 +167,13 @@ def _accepts_all(schema: Schema) -> bool:
 
 
 def _aliases(schema: Any) -> list[str]:
-    return list(schema.get(ALIASES, ())) if isinstance(schema, dict) else []
+    return list(as_schema(schema).get(ALIASES, ()))
 
 
 def bare(schema: Any) -> Any:
     """A schema without its texts."""
-    if not isinstance(schema, dict):
-        return schema
-    return {key: value for key, value in schema.items() if key not in ("title", "description", "examples", ALIASES)}
+    texts = ("title", "description", "examples", ALIASES)
+    return {key: value for key, value in as_schema(schema).items() if key not in texts}
 
 
 def _joined(path: str, name: str) -> str:

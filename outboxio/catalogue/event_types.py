@@ -85,9 +85,15 @@ def _described(
     schema = schema_of(cls)
     return replace(
         found, aliases=tuple(sorted(names - {name})), version=version_of(cls), upcasts=tuple(sorted(upcasters_of(cls))),
-        description=inspect.cleandoc(cls.__doc__) if vars(cls).get("__doc__") else None, schema=schema,
+        description=_docstring(cls), schema=schema,
         examples=tuple(examples_of(cls, schema)),
     )  # fmt: skip
+
+
+def _docstring(cls: type[Any]) -> str | None:
+    """The class's own docstring, without those of base classes."""
+    text: str | None = cls.__dict__.get("__doc__")
+    return inspect.cleandoc(text) if text else None
 
 
 def _address(handler: Handler, event_type: str, namespace: str) -> str | None:

@@ -66,7 +66,7 @@ def _type(given: Any, root: Schema) -> str:
             return " or ".join(dict.fromkeys(_type(one, root) for one in schema[key]))
     if "enum" in schema or "const" in schema:
         return " or ".join(_spelled(value) for value in schema.get("enum", [schema.get("const")]))
-    kind = schema.get("type", "any value")
+    kind: str | list[str] = schema.get("type", "any value")
     if kind == "array":
         if "prefixItems" in schema:
             return f"({', '.join(_type(one, root) for one in schema['prefixItems'])})"
@@ -75,7 +75,8 @@ def _type(given: Any, root: Schema) -> str:
         rest = schema.get("additionalProperties")
         return f"mapping to {_type(rest, root)}" if isinstance(rest, dict) else str(schema.get("title", kind))
     form = schema.get("format") or schema.get("contentEncoding")
-    return f"{kind} ({form})" if form else " or ".join(kind) if isinstance(kind, list) else str(kind)
+    plain = kind if isinstance(kind, str) else " or ".join(kind)
+    return f"{plain} ({form})" if form else plain
 
 
 def _notes(given: Any, root: Schema) -> Iterator[str]:

@@ -113,13 +113,19 @@ def _find_enums(info: Any, found: dict[str, type[Enum]], seen: set[int]) -> None
             _find_enums(part, found, seen)
 
 
-def resolved(schema: Any, root: Schema) -> Schema:
-    """The schema behind a reference. ``True`` and ``{}`` accept any value."""
-    while isinstance(schema, dict) and "$ref" in (found := cast("Schema", schema)):
-        name = str(found["$ref"]).removeprefix(_DEFS)
-        beside = {key: value for key, value in found.items() if key != "$ref"}
-        schema = {**root.get("$defs", {}).get(name, {}), **beside}
-    return cast("Schema", schema) if isinstance(schema, dict) else {}
+def as_schema(value: Any) -> Schema:
+    """The schema, if a value is an object; ``True`` accepts any value, as ``{}`` does."""
+    return cast("Schema", value) if isinstance(value, dict) else {}
+
+
+def resolved(given: Any, root: Schema) -> Schema:
+    """The schema behind a reference."""
+    schema: Schema = as_schema(given)
+    while "$ref" in schema:
+        name = str(schema["$ref"]).removeprefix(_DEFS)
+        beside: Schema = {key: value for key, value in schema.items() if key != "$ref"}
+        schema = as_schema(root.get("$defs", {}).get(name)) | beside
+    return schema
 
 
 # --- examples -------------------------------------------------------------------------------------
@@ -134,7 +140,7 @@ def examples_of(cls: Any, schema: Schema) -> list[dict[str, Any]]:
     subject = f"example of event {type_name(cls)}"
     if EXAMPLES_HOOK in vars(cls):  # of this class: the events of a base class are of another type
         return [_encoded(event, cls, subject) for event in getattr(cls, EXAMPLES_HOOK)()]
-    given = [one for one in schema.get("examples", ()) if isinstance(one, dict)]
+    given: list[Any] = schema.get("examples", [])
     made = [one for payload in given for one in _read_back(payload, cls, subject)]
     return made or _read_back(_sample(schema, schema, ()), cls, subject)
 
@@ -172,24 +178,29 @@ _TEXTS = {
 }  # fmt: skip
 
 
+_KINDS = ("object", "array", "string", "integer", "number", "boolean", "null")
+
+
 def _sample(given: Any, root: Schema, inside: tuple[str, ...]) -> Any:
     """A value that a schema accepts. ``inside``: the references around it, so that recursion ends."""
-    reference = given.get("$ref", "") if isinstance(given, dict) else ""
+    reference = str(as_schema(given).get("$ref", ""))
     schema = resolved(given, root)
     for key in ("examples", "const", "default", "enum"):
         if schema.get(key) is not None:
             return schema[key][0] if key in ("examples", "enum") else schema[key]
     inside = (*inside, reference) if reference else inside
     for key in ("anyOf", "oneOf", "allOf"):
-        if choices := schema.get(key):
-            kept = [one for one in choices if not _refers(one, inside) and one.get("type") != "null"]
+        choices: list[Any] = schema.get(key, [])
+        if choices:
+            kept = [one for one in choices if not _refers(one, inside) and as_schema(one).get("type") != "null"]
             return _sample(kept[0], root, inside) if kept else None
-    kind = schema.get("type")
-    kind = kind[0] if isinstance(kind, list) else kind
+    kind: Any = schema.get("type")
+    if kind not in _KINDS:
+        kind = next(iter(kind or ()), None)  # a list of kinds
     if kind == "object":
         return _sample_object(schema, root, inside)
     if kind == "array":
-        items = schema.get("prefixItems") or [schema.get("items", {})] * max(1, schema.get("minItems", 0))
+        items: list[Any] = schema.get("prefixItems") or [schema.get("items", {})] * max(1, schema.get("minItems", 0))
         return [_sample(one, root, inside) for one in items if not _refers(one, inside)]
     return _sample_leaf(kind, schema)
 
@@ -215,4 +226,4 @@ def _sample_leaf(kind: Any, schema: Schema) -> Any:
 
 
 def _refers(schema: Any, inside: tuple[str, ...]) -> bool:
-    return isinstance(schema, dict) and bool(schema.get("$ref")) and schema["$ref"] in inside
+    return as_schema(schema).get("$ref") in inside
