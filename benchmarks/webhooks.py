@@ -79,7 +79,7 @@ async def latencies(
             return [found[envelope.event.endpoint]]
 
         outbox = await stack.enter_async_context(
-            Outbox(url, namespace=f"bench-{token_hex(3)}", settings=Settings(shutdown_timeout=0.1))
+            Outbox(url, namespace=f"bench-{token_hex(3)}", settings=Settings(shutdown_timeout=2))
         )
         await outbox.migrate()
         outbox.add_handler(

@@ -12,6 +12,7 @@ import socket
 from collections.abc import Iterable
 from functools import partial
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
+from typing import cast
 from urllib.parse import urlsplit
 
 import anyio
@@ -121,7 +122,7 @@ class CheckedBackend(httpcore.AsyncNetworkBackend):
 
     def __init__(self, allowed: AllowList) -> None:
         self._allowed = allowed
-        self._backend = httpcore.AnyIOBackend()
+        self._backend = cast(httpcore.AsyncNetworkBackend, httpcore.AnyIOBackend())
         self._limiter = anyio.CapacityLimiter(MOST_RESOLVING)
 
     async def connect_tcp(

@@ -120,9 +120,7 @@ class Webhooks(EventHandler[Any]):
                 hint = instead_of(option, WebhookOptions.__annotations__)
                 raise ConfigurationError(f"Webhooks {options.get('name')!r} has no option {option!r}: {hint}")
         given: Any = options.get("endpoints")
-        if not callable(given):
-            given = checked_endpoints(given)
-        self._endpoints: Endpoints = given
+        self._endpoints = cast("Endpoints", given if callable(given) else checked_endpoints(given))
         own: dict[str, Any] = {name: given for name, given in options.items() if name in _OF_FIRST}
         self.__dict__.update(own, event_types=options.get("types", ()))  # class variables, which each object has
         self._deliveries = _Deliveries(self, options)
@@ -225,9 +223,11 @@ class _Deliveries(EventHandler[WebhookDelivery]):
                 raise
             lane.succeeded(asyncio.get_running_loop().time() - started, envelope.event_date)
 
-    async def on_dead(self, envelope: EventEnvelope[WebhookDelivery], error: HandlerFailed) -> None:
+    async def on_dead(  # pyright: ignore[reportIncompatibleVariableOverride]  # a handler may write the option as a method
+        self, envelope: EventEnvelope[WebhookDelivery], error: HandlerFailed
+    ) -> None:
         """Disable an endpoint that is gone, or has had no success since the event of this delivery."""
-        delivery: WebhookDelivery | None = envelope.event  # None if it cannot be decoded
+        delivery: Any = envelope.event  # None if it cannot be decoded
         if delivery is None or error.type.endswith(EndpointMissing.__name__):
             return
         lane = self._lanes[delivery.endpoint_id]
@@ -248,7 +248,7 @@ class EndpointMissing(Unprocessable):
 
 def checked_endpoints(given: Any) -> list[Endpoint]:
     """The endpoints as a list. :class:`~outboxio.ConfigurationError` for anything else."""
-    found: list[Any] = list(given) if isinstance(given, Iterable) else [given]
+    found: list[Any] = list(given) if isinstance(given, Iterable) else [given]  # pyright: ignore[reportUnknownArgumentType]
     for one in found:
         if not isinstance(one, Endpoint):
             raise ConfigurationError(f"endpoints= has {briefly(one)}; expected Endpoint objects, or a function of them")

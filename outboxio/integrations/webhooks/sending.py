@@ -99,8 +99,9 @@ class Sender:
         return pool
 
     async def close(self) -> None:
-        while self._pools:
-            await self._pools.popitem()[1].aclose()
+        pools = list(self._pools.values())
+        self._pools.clear()
+        await asyncio.gather(*(pool.aclose() for pool in pools))
 
 
 def _host(url: httpcore.URL) -> str:
