@@ -312,9 +312,11 @@ def _begin_late(connection: Connection) -> None:
 
 
 def _has_begun(driver: Any) -> bool:
-    """True if a connection of asyncpg, aiosqlite or sqlite3 has a transaction open. Other drivers may not say."""
+    """True if a connection of asyncpg, psycopg, aiosqlite or sqlite3 has a transaction open. Others may not say."""
     if hasattr(driver, "is_in_transaction"):
         return bool(driver.is_in_transaction())
+    if hasattr(driver, "pgconn"):
+        return bool(driver.pgconn.transaction_status)  # 0: idle
     return getattr(driver, "in_transaction", False) is True
 
 

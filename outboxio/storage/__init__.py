@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypedDict, Unpack, cast
 from urllib.parse import SplitResult, urlsplit
 
@@ -31,6 +32,7 @@ _MYSQL_SCHEMES = ("mysql", "mariadb")
 _SAME_SCHEMES = {
     "postgres": "postgresql",
     "postgresql+asyncpg": "postgresql",
+    "postgresql+psycopg": "postgresql",
     "mysql+aiomysql": "mysql",
     "mariadb+aiomysql": "mariadb",
     "mysql+asyncmy": "mysql",  # but outboxio connects with aiomysql
@@ -113,6 +115,11 @@ def open_database(name: str, source: DatabaseSource, **access: Unpack[Access]) -
         from outboxio.storage.mysql.database import MysqlDatabase
 
         return MysqlDatabase(name, cast(Any, source), **access)
+    if driver == "psycopg_pool":
+        raise ConfigurationError(
+            f"shard {name!r} is a pool of psycopg; give its conninfo as a URL (postgresql+psycopg://host/database), or "
+            "create_async_engine(url) of SQLAlchemy"
+        )
     raise ConfigurationError(f"shard {name!r} is {type(source).__name__}; expected {_EXPECTED}")
 
 
@@ -128,10 +135,10 @@ def _from_engine(name: str, source: object, direct_url: str | None, access: Acce
     if direct_url is not None:
         direct_url = _plain(name, direct_url)
     match engine.dialect, engine.driver:
-        case "postgresql", "asyncpg":
+        case "postgresql", ("asyncpg" | "psycopg") as driver:
             from outboxio.storage.postgres.database import PostgresDatabase
 
-            return PostgresDatabase(name, engine, direct_url, **access)
+            return PostgresDatabase(name, engine, direct_url, driver=driver, **access)
         case (("mysql" | "mariadb"), ("aiomysql" | "asyncmy")):
             with _driver_of(name, "mysql"):
                 from outboxio.storage.mysql.database import MysqlDatabase
@@ -150,7 +157,8 @@ def _from_engine(name: str, source: object, direct_url: str | None, access: Acce
             pass
     raise ConfigurationError(
         f"shard {name!r} is an engine of {engine.dialect}+{engine.driver}; outboxio works with engines of "
-        "postgresql+asyncpg, mysql+aiomysql, mysql+asyncmy, mariadb+aiomysql, mariadb+asyncmy and sqlite+aiosqlite"
+        "postgresql+asyncpg, postgresql+psycopg, mysql+aiomysql, mysql+asyncmy, mariadb+aiomysql, mariadb+asyncmy and "
+        "sqlite+aiosqlite"
     )
 
 
@@ -163,13 +171,15 @@ def _from_url(name: str, url: str, direct_url: str | None, access: Access) -> Da
     scheme = _scheme(name, url)
     if direct_url is not None and _scheme(name, direct_url) != scheme:
         raise ConfigurationError(f"shard {name!r} has a direct_url of another scheme than {scheme!r}, that of its url")
+    driver = _postgres_driver(url)
     url = _plain(name, url)
     if direct_url is not None:
         direct_url = _plain(name, direct_url)
     if scheme == "postgresql":
-        with _driver_of(name, "postgres"):
+        with _driver_of(name, "psycopg" if driver == "psycopg" else "postgres"):
             from outboxio.storage.postgres.database import PostgresDatabase
-        return PostgresDatabase(name, url, direct_url, **access)
+
+            return PostgresDatabase(name, url, direct_url, driver=driver, **access)
     if scheme in _MYSQL_SCHEMES:
         with _driver_of(name, "mysql"):
             from outboxio.storage.mysql.database import MysqlDatabase
@@ -180,6 +190,14 @@ def _from_url(name: str, url: str, direct_url: str | None, access: Access) -> Da
 
         return SqliteDatabase(name, _sqlite_path(name, url), **access)
     raise ConfigurationError(f"shard {name!r} has a URL with the scheme {scheme!r}; expected {_EXPECTED}")
+
+
+def _postgres_driver(url: str) -> str:
+    """The driver of the scheme; without one asyncpg, or psycopg if only psycopg is installed."""
+    named = url.partition(":")[0].partition("+")[2]
+    if not named and find_spec("asyncpg") is None and find_spec("psycopg") is not None:
+        return "psycopg"
+    return named or "asyncpg"
 
 
 @contextmanager

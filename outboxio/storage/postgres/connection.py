@@ -1,4 +1,4 @@
-"""Loop connections over asyncpg, and the helpers that all statements share."""
+"""Loop connections, and the helpers that all statements share."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
-
-import asyncpg
 
 from outboxio.errors import ConfigurationError
 from outboxio.storage.connections.driver import DEFAULT_LIMITS, FAREWELL_TIMEOUT
@@ -93,7 +91,7 @@ class LoopConnection(BaseLoopConnection):
         async with self.opened() as connection:
             try:
                 rows: list[Any] = await connection.fetch(sql, *args, timeout=timeout or self._timeout)
-            except asyncpg.UntranslatableCharacterError as error:
+            except errors.named("UntranslatableCharacter") as error:
                 raise self._refused(args, error) from error
             return rows
 
@@ -102,7 +100,7 @@ class LoopConnection(BaseLoopConnection):
         async with self.opened() as connection:
             try:
                 return row_count(await connection.execute(sql, *args, timeout=timeout or self._timeout))
-            except asyncpg.UntranslatableCharacterError as error:
+            except errors.named("UntranslatableCharacter") as error:
                 raise self._refused(args, error) from error
 
     def _refused(self, args: Iterable[Any], error: Exception) -> Exception:
@@ -171,7 +169,7 @@ class LoopConnection(BaseLoopConnection):
         """True if the connection is of no use: closed, or taken back by a given pool after the server ended it."""
         try:
             return bool(connection.is_closed())
-        except asyncpg.InterfaceError:
+        except errors.named("Interface"):
             return True
 
     def drop(self, connection: Any) -> None:
@@ -179,34 +177,6 @@ class LoopConnection(BaseLoopConnection):
 
     def is_read_only(self, error: Exception) -> bool:
         return errors.is_read_only(error)
-
-
-class OurConnection(asyncpg.Connection):
-    """A connection that outboxio has opened."""
-
-    __slots__ = ("is_asking",)
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.is_asking = False
-        """True while a statement without arguments runs. The driver itself knows of statements with arguments."""
-
-    def execute(self, query: str, *args: Any, timeout: float | None = None) -> Any:
-        return super().execute(query, *args, timeout=timeout) if args else self._execute_alone(query, timeout)
-
-    async def _execute_alone(self, query: str, timeout: float | None) -> str:
-        self.is_asking = True
-        try:
-            return await super().execute(query, timeout=timeout)
-        finally:
-            self.is_asking = False
-
-    def waits_for(self) -> tuple[int, int] | None:
-        """The answer that the connection waits for. Cursors, COPY, and statements prepared by hand are not seen."""
-        driver: Any = self  # the types of the driver leave out private attributes
-        if self.is_closed() or not (self.is_asking or driver._stmt_exclusive_section._acquired):
-            return None
-        return driver._protocol.queries_count, driver._transport.get_write_buffer_size()
 
 
 def underlying(connection: Any) -> Any:
@@ -221,7 +191,7 @@ def is_usable(connection: Any) -> bool:
 
 def drop(connection: Any) -> None:
     """Close the connection at once, without a goodbye."""
-    with suppress(asyncpg.InterfaceError):  # the pool has already taken the connection back
+    with suppress(*errors.named("Interface")):  # the pool has already taken the connection back
         connection.terminate()
 
 

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Hashable
 from contextlib import nullcontext, suppress
 from datetime import datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-import asyncpg
-from asyncpg.exceptions import InternalClientError
-
 from outboxio.loops.owner import EventLoopGuard
 from outboxio.model.action import cause_chain
 from outboxio.model.payloads.fields import kept_by_numeric
-from outboxio.storage.connections.driver import DEFAULT_LIMITS, FAREWELL_TIMEOUT, Limits, ServerCalls, configure
+from outboxio.storage.connections.driver import DEFAULT_LIMITS, FAREWELL_TIMEOUT, Limits, ServerCalls
 from outboxio.storage.connections.identity import Identity
 from outboxio.storage.connections.loop_connection import LoopSource, OnlyReads
 from outboxio.storage.connections.pool import GiveBack, GivenPool, Occupancy, PoolAccess
@@ -27,12 +24,12 @@ from outboxio.storage.engines.given_engine import GivenEngine
 from outboxio.storage.postgres import errors
 from outboxio.storage.postgres.connection import (
     LoopConnection,
-    OurConnection,
     drop,
     is_usable,
     quoted,
     underlying,
 )
+from outboxio.storage.postgres.drivers import as_asyncpg, connections_of
 from outboxio.storage.postgres.errors import Plans
 from outboxio.storage.postgres.events import PostgresEvents
 from outboxio.storage.postgres.lock import PostgresClusterLock, PostgresKeySession
@@ -43,7 +40,6 @@ from outboxio.storage.postgres.schema import PostgresSchema
 from outboxio.storage.postgres.server_info import (
     LOCK_ROOM,
     ONLY_READS,
-    Identities,
     identity_of,
     is_standby,
     only_reads,
@@ -52,7 +48,7 @@ from outboxio.storage.postgres.server_info import (
     sessions_of,
     writes,
 )
-from outboxio.storage.postgres.session import ENDING_TIMEOUT, ActionConnection, PostgresSession
+from outboxio.storage.postgres.session import ENDING_TIMEOUT, PostgresSession
 from outboxio.storage.protocols import LONGEST_SILENCE
 from outboxio.storage.tables import Tables
 from outboxio.storage.tables.walks import Bounds
@@ -61,7 +57,10 @@ from outboxio.support.log import log_of
 from outboxio.support.text import TextEncoding
 
 if TYPE_CHECKING:
+    import asyncpg
+
     from outboxio.storage.engines.unit import Unit
+    from outboxio.storage.postgres.resetting import ResetsItself
 
 logger = log_of(__name__)
 
@@ -85,13 +84,17 @@ def where(url: str | None) -> str:
     return f"{parts.netloc.rpartition('@')[2] or 'the local socket'}{parts.path}"
 
 
-DRIVER = ServerCalls(is_usable, hang_up, drop, OurConnection.waits_for, sessions_of)
+def waits_for(connection: Any) -> Hashable | None:
+    answer: Hashable | None = connection.waits_for()
+    return answer
+
+
+CALLS = ServerCalls(is_usable, hang_up, drop, waits_for, sessions_of)
 
 
 class PostgresDatabase(ServerDatabase[LoopConnection], Tables):
     dialect = "postgres"
     _place_of = staticmethod(where)
-    _connect_errors = (OSError, OverflowError, asyncpg.PostgresError, asyncpg.InterfaceError, InternalClientError)
     _size_option = "max_size"
     stores_nul = False
     sends_text = True
@@ -104,10 +107,14 @@ class PostgresDatabase(ServerDatabase[LoopConnection], Tables):
         source: str | GivenEngine | asyncpg.Pool[Any],
         direct_url: str | None = None,
         *,
+        driver: str = "asyncpg",
         guard: EventLoopGuard | None = None,
         limits: Limits = DEFAULT_LIMITS,
     ) -> None:
-        super().__init__(name, source, direct_url, DRIVER, guard=guard, limits=limits)
+        """``driver``: ``asyncpg`` or ``psycopg``."""
+        self._driver_connections = connections_of(driver)
+        self._connect_errors = errors.connecting()
+        super().__init__(name, source, direct_url, CALLS, guard=guard, limits=limits)
         self._plans = Plans()
         self._begin_anew()
         self._guard.when_taken_over(self._begin_anew)
@@ -125,16 +132,16 @@ class PostgresDatabase(ServerDatabase[LoopConnection], Tables):
         self._make_session = partial(PostgresSession, is_ours=self._url is not None, limit=limit, plans=self._plans)
 
     def wrap(self, connection: Any) -> PostgresSession | None:
-        is_ours = isinstance(connection, asyncpg.Connection | asyncpg.pool.PoolConnectionProxy)
-        return PostgresSession(connection) if is_ours else None
+        given = as_asyncpg(connection)
+        return None if given is None else PostgresSession(given)
 
     async def require_own(self, connection: Any) -> None:
         given, pool = underlying(connection), self._pool
         # The given pool may have no second connection for the question, so its connections count as right without a
         # check.
         is_of_pool = pool is not None and getattr(given, "_pool_holder", None) in pool._holders
-        if not is_of_pool and given not in self._ours.used:
-            await self._own.require(given, lambda: identity_of(connection))
+        if not is_of_pool and all(given is not underlying(each) for each in self._ours.used):
+            await self._own.require(given, lambda: identity_of(as_asyncpg(connection)))
 
     async def _identity_of(self, connection: Any) -> Identity:
         return await identity_of(connection)
@@ -158,7 +165,9 @@ class PostgresDatabase(ServerDatabase[LoopConnection], Tables):
     async def notify(self, channel: str, payload: str) -> None:
         notify = NOTIFY.format(channel, quoted(payload))
         if self._lock_session is not None and self._lock_session.is_open:
-            with suppress(asyncpg.InterfaceError):  # the session is being closed, or has just ended
+            with suppress(
+                ConnectionResetError, *errors.named("Interface")
+            ):  # the session is being closed, or has just ended
                 await self._lock_session.execute(notify, timeout=NOTIFY_TIMEOUT)
                 return
         if self._engine is not None:
@@ -194,7 +203,7 @@ class PostgresDatabase(ServerDatabase[LoopConnection], Tables):
 
     async def check_connections(self) -> None:
         if self._engine is not None:
-            await self._refuse_codecs(await self._reaching(None, self._engine.open), hang_up)
+            await self._refuse_codecs(await self._connect_by_engine(self._engine), hang_up)
         elif self._given is not None:
             await self._refuse_codecs(await self._reaching(None, self._given.acquire), self._given.release)
 
@@ -218,7 +227,7 @@ class PostgresDatabase(ServerDatabase[LoopConnection], Tables):
         def occupancy() -> Occupancy:
             return Occupancy(pool.get_size() - pool.get_idle_size(), pool.get_max_size())
 
-        identities = Identities(pool, give_back_within=ENDING_TIMEOUT)
+        identities = self._driver_connections.Identities(pool, give_back_within=ENDING_TIMEOUT)
         return PoolAccess(identities.acquire, identities.release, lambda: pool.get_idle_size() > 0, occupancy)
 
     def _session_of_unit(self, unit: Unit) -> PostgresSession:
@@ -237,7 +246,7 @@ class PostgresDatabase(ServerDatabase[LoopConnection], Tables):
 
     def _explained(self, session: PostgresSession, error: Exception) -> Exception | None:
         """An error of outboxio to raise in place of the driver's error; ``None`` to keep the driver's error."""
-        connection = session.connection
+        connection = session.driver
         if errors.is_read_only(error) and not writes(
             connection
         ):  # if the server writes, the action itself has begun a read-only transaction
@@ -264,13 +273,13 @@ class PostgresDatabase(ServerDatabase[LoopConnection], Tables):
             self._watch.begin()
         return connection, self._give_back_ours
 
-    def _give_back_ours(self, connection: ActionConnection) -> Coroutine[Any, Any, None] | None:
+    def _give_back_ours(self, connection: ResetsItself) -> Coroutine[Any, Any, None] | None:
         if not connection.is_reset and not connection.is_closed():
             return self._reset_and_give_back(connection)
         self._ours.release(connection)
         return None
 
-    async def _reset_and_give_back(self, connection: ActionConnection) -> None:
+    async def _reset_and_give_back(self, connection: ResetsItself) -> None:
         try:
             await connection.reset(timeout=ENDING_TIMEOUT)
         except Exception as error:
@@ -281,14 +290,12 @@ class PostgresDatabase(ServerDatabase[LoopConnection], Tables):
             self._ours.release(connection)
 
     async def _connect_to_ask(self, url: str) -> Any:
-        return await asyncpg.connect(url, timeout=self._limits.connect_timeout, statement_cache_size=0)
+        return await self._driver_connections.connect_to_ask(url, timeout=self._limits.connect_timeout)
 
     async def _connect_for_actions(self) -> Any:
-        # A proxy that shares sessions forgets prepared statements between transactions.
-        cache: Mapping[str, Any] = {"statement_cache_size": 0} if self._behind_proxy else {}
         connection = await self._open(
-            self._url, self._watch, connection_class=ActionConnection,
-            command_timeout=self._limits.action_statement_timeout or None, **cache,
+            self._url, self._watch, self._driver_connections.connect_for_actions,
+            statement_timeout=self._limits.action_statement_timeout or None, keeps_statements=not self._behind_proxy,
         )  # fmt: skip
         if is_standby(connection):
             await hang_up(connection)
@@ -299,22 +306,22 @@ class PostgresDatabase(ServerDatabase[LoopConnection], Tables):
         """A connection for a loop: a new connection if a URL is known, otherwise a connection of the given pool."""
         if self._direct_url is None:
             if self._engine is not None:
-                return await self._reaching(None, self._engine.open)
+                return await self._connect_by_engine(self._engine)
             assert self._given is not None
             return await self._reaching(None, self._given.acquire)
         url = self._direct_url
-        # Statements stay prepared: a new preparation every 5 minutes would be a moment to freeze in (see
-        # LoopConnection).
-        return await self._reaching(
-            url,
-            lambda: self._open(url, self._loop_watch, connection_class=OurConnection, max_cached_statement_lifetime=0),
-        )
+        connect = self._driver_connections.connect_for_loops
+        return await self._reaching(url, lambda: self._open(url, self._loop_watch, connect))
 
-    async def _open(self, url: str | None, watch: Watch | None, **options: Any) -> Any:
+    async def _connect_by_engine(self, engine: GivenEngine) -> Any:
+        return await self._driver_connections.for_loops(await self._reaching(None, engine.open))
+
+    async def _open(
+        self, url: str | None, watch: Watch | None, connect: Callable[..., Awaitable[Any]], **options: Any
+    ) -> Any:
         limit = self._limits.connect_timeout
-        connection: Any = await asyncpg.connect(url, timeout=limit, **options)
+        connection = await connect(url, timeout=limit, **options)
         try:
-            configure(connection._transport)
             if watch is not None:
                 watch.knows(connection, await session_of(connection, limit))
         except BaseException:
@@ -336,15 +343,12 @@ class LockSession:
         return self._session.is_open if self._lock is None else self._lock.is_open
 
     async def execute(self, sql: str, *args: Any, timeout: float) -> None:
-        """Run an autocommit statement. Raises ``asyncpg.InterfaceError`` if the session has ended."""
+        """Run an autocommit statement. Raises :class:`ConnectionResetError` if the session has ended."""
 
         async def execute_there() -> None:
             await self._session.use_if_open(lambda connection: connection.execute(sql, *args, timeout=timeout))
 
-        try:
-            await (execute_there() if self._lock is None else self._lock.in_thread(execute_there))
-        except ConnectionResetError as error:
-            raise asyncpg.InterfaceError(str(error)) from error
+        await (execute_there() if self._lock is None else self._lock.in_thread(execute_there))
 
 
 async def _give_back(given: GivenPool, connection: Any) -> None:

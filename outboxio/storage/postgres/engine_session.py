@@ -1,12 +1,14 @@
-"""A transaction on a connection of asyncpg out of an engine of SQLAlchemy, which begins and ends the transaction."""
+"""A transaction on a connection out of an engine of SQLAlchemy, which begins and ends the transaction."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from outboxio.errors import ConfigurationError
 from outboxio.storage.engines.unit import Unit
+from outboxio.storage.postgres.drivers import as_asyncpg
 from outboxio.storage.postgres.errors import Plans
 from outboxio.storage.postgres.session import ENDING_TIMEOUT, PostgresSession
 from outboxio.support.aio import TimeLimit
@@ -16,7 +18,7 @@ class UnitSession(PostgresSession):
     """The transaction of a unit."""
 
     def __init__(self, unit: Unit, limit: TimeLimit, plans: Plans) -> None:
-        super().__init__(unit.driver, limit=limit, plans=plans)
+        super().__init__(as_asyncpg(unit.driver), limit=limit, plans=plans)
         self._unit = unit
 
     @property
@@ -24,7 +26,7 @@ class UnitSession(PostgresSession):
         return self._unit
 
     async def begin(self, *, soon: bool = False) -> None:
-        await self._start(_Transaction(self._unit))
+        await self._start(_Transaction(self._unit, getattr(self._connection, "begin", None)))
         if not self._connection.is_in_transaction():
             raise ConfigurationError(
                 "the engine has isolation_level='AUTOCOMMIT', in which no transaction begins; make the engine with "
@@ -50,15 +52,17 @@ class UnitSession(PostgresSession):
 class _Transaction:
     """The transaction of SQLAlchemy, in the shape of a transaction of asyncpg."""
 
-    def __init__(self, unit: Unit) -> None:
+    def __init__(self, unit: Unit, begin: Callable[[], Awaitable[None]] | None) -> None:
+        """``begin``: of a connection of psycopg."""
         self._unit = unit
+        self._begin = begin
         self.commit = unit.commit
         self.rollback = unit.rollback
 
     async def start(self) -> None:
-        await self._unit.begin(_begin)
+        await self._unit.begin(self._send_begin)
 
-
-async def _begin(connection: Any) -> None:
-    """Send BEGIN now, with the isolation level of the engine: SQLAlchemy itself begins with its first statement."""
-    await connection.connection.dbapi_connection._start_transaction()
+    async def _send_begin(self, connection: Any) -> None:
+        """Send BEGIN now, with the isolation level of the engine: SQLAlchemy itself begins with its first statement."""
+        begin = self._begin or connection.connection.dbapi_connection._start_transaction
+        await begin()

@@ -2,12 +2,38 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from typing import Any
 
-import asyncpg
-
 from outboxio.errors import DatabaseUnavailable
+
+# --- classes ---------------------------------------------------------------------------------------
+
+
+def named(*names: str) -> tuple[type[Exception], ...]:
+    """The errors with these names, for ``except``; psycopg's names are without ``Error``.
+
+    Only of the drivers in use: outboxio imports no other driver.
+    """
+    modules: list[Any] = [sys.modules.get("asyncpg.exceptions"), sys.modules.get("psycopg.errors")]
+    wanted = {each for name in names for each in (name, f"{name}Error")}
+    return tuple(cls for module in modules for name in wanted if (cls := getattr(module, name, None)) is not None)
+
+
+def connecting() -> tuple[type[Exception], ...]:
+    """The errors of a driver that cannot connect."""
+    return (OSError, OverflowError, *named("Postgres", "Interface", "InternalClient", "Error"))
+
+
+def _state(error: BaseException) -> str | None:
+    """The SQLSTATE; ``None`` if the driver itself has raised the error."""
+    return getattr(error, "sqlstate", None)
+
+
+def _is_of_psycopg(error: BaseException) -> bool:
+    return type(error).__module__.startswith("psycopg")
+
 
 # --- outdated statements ---------------------------------------------------------------------------
 #
@@ -17,17 +43,19 @@ from outboxio.errors import DatabaseUnavailable
 # the columns changed: once per statement and connection. So the first refusal makes all connections of a shard drop all
 # prepared statements: each connection does so at the next checkout.
 
-# The last error follows a DISCARD or DEALLOCATE that the application has sent.
-_OUTDATED = (
-    asyncpg.InvalidCachedStatementError,
-    asyncpg.OutdatedSchemaCacheError,
-    asyncpg.InvalidSQLStatementNameError,
-)
+# InvalidSqlStatementName follows a DISCARD or DEALLOCATE that the application has sent.
+_NO_SUCH_STATEMENT = "26000"
+_CHANGED_RESULT = "RevalidateCachedQuery"  # the function of the server that refuses a statement for its columns
 
 
 def is_outdated(error: BaseException) -> bool:
     """True if a statement failed only because it was prepared before a table changed."""
-    return isinstance(error, _OUTDATED)
+    if _is_of_psycopg(error):
+        diag: Any = getattr(error, "diag", None)
+        return _state(error) == _NO_SUCH_STATEMENT or getattr(diag, "source_function", None) == _CHANGED_RESULT
+    return _state(error) == _NO_SUCH_STATEMENT or isinstance(
+        error, named("InvalidCachedStatement", "OutdatedSchemaCache")
+    )
 
 
 class Plans:
@@ -58,7 +86,7 @@ _SHUTTING_DOWN = {"57P01", "57P02", "57P03", "57P05"}  # admin shutdown, crash, 
 
 
 def is_transient(error: BaseException) -> bool:
-    return getattr(error, "sqlstate", None) in _TRANSIENT or is_outdated(error)
+    return _state(error) in _TRANSIENT or is_outdated(error)
 
 
 def refuses_value(error: BaseException) -> bool:
@@ -68,35 +96,37 @@ def refuses_value(error: BaseException) -> bool:
     - Class 54, program limit: a row that is too big.
     - Class 23, a constraint, and P0001, an error from a trigger: the application has added them to a table of outboxio.
     """
-    if isinstance(error, asyncpg.PostgresError):
-        return str(error.sqlstate)[:2] in ("22", "23", "54") or error.sqlstate == "P0001"
+    if (state := _state(error)) is not None:
+        return state[:2] in ("22", "23", "54") or state == "P0001"
     return _refused_by_driver(error)
 
 
 def is_unreachable(error: BaseException) -> bool:
-    if isinstance(error, asyncpg.PostgresError):
-        return str(error.sqlstate)[:2] == "08" or error.sqlstate in _SHUTTING_DOWN or is_read_only(error)
+    if (state := _state(error)) is not None:
+        return state[:2] == "08" or state in _SHUTTING_DOWN or is_read_only(error)
     if isinstance(error, DatabaseUnavailable):
         return True
     # InternalClientError: the driver has lost its place in the protocol, and closes the connection. The first statement
     # after the server has ended the session raises it, as long as the socket is open.
-    lost = OSError | TimeoutError | asyncpg.InterfaceError | asyncpg.InternalClientError
+    lost = (OSError, *named("Interface", "InternalClient", "OperationalError"))
     return isinstance(error, lost) and not (_refused_by_driver(error) or is_outdated(error))
 
 
 def is_read_only(error: BaseException) -> bool:
     """True if the server refused to write: a standby, or a read-only transaction."""
-    return getattr(error, "sqlstate", None) == _READ_ONLY
+    return _state(error) == _READ_ONLY
 
 
 def lacks_schema(error: BaseException) -> bool:
-    return getattr(error, "sqlstate", None) in _LACKS_SCHEMA
+    return _state(error) in _LACKS_SCHEMA
 
 
 def lacks_rights(error: BaseException) -> bool:
-    return getattr(error, "sqlstate", None) == _LACKS_RIGHTS
+    return _state(error) == _LACKS_RIGHTS
 
 
 def _refused_by_driver(error: BaseException) -> bool:
-    """True if asyncpg could not encode an argument."""
-    return isinstance(error, asyncpg.InterfaceError) and isinstance(error, ValueError)
+    """True if the driver could not encode an argument."""
+    if isinstance(error, named("Interface")):
+        return isinstance(error, ValueError)  # of asyncpg
+    return isinstance(error, UnicodeEncodeError) or (_is_of_psycopg(error) and isinstance(error, named("DataError")))

@@ -6,9 +6,8 @@ import asyncio
 from datetime import datetime
 from typing import Any
 
-import asyncpg
-
 from outboxio.model.notification import COPIED
+from outboxio.storage.postgres import errors
 from outboxio.storage.postgres.columns import DUE_COLUMNS, partition_of
 from outboxio.storage.postgres.connection import LoopConnection
 from outboxio.storage.postgres.insertion import as_texts
@@ -260,7 +259,7 @@ class PostgresEvents:
                 self._not_plain_until = now + NOT_PLAIN_LASTS
             statements = _WITH_CONFLICTS if now < self._conflicts_until else _FULL
             return await fetch(statements[has_handoff], *args, closed)
-        except asyncpg.UniqueViolationError:
+        except errors.named("UniqueViolation"):
             self._conflicts_until = self._not_plain_until = now + CONFLICTS_LAST
             return await fetch(_WITH_CONFLICTS[has_handoff], *args, closed)
 

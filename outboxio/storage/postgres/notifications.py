@@ -8,11 +8,10 @@ from itertools import starmap
 from operator import attrgetter
 from typing import Any
 
-import asyncpg
-
 from outboxio.model.event import refusal_of
 from outboxio.model.notification import DueQuery, Notification, checked
 from outboxio.model.outcome import Bucket
+from outboxio.storage.postgres import errors
 from outboxio.storage.postgres.columns import DUE_COLUMNS
 from outboxio.storage.postgres.connection import LoopConnection, row_count
 from outboxio.storage.postgres.insertion import as_texts, insertion
@@ -103,7 +102,7 @@ class PostgresNotifications:
             for action, events in bucket.emitted:
                 try:
                     await connection.execute(*insertion(action, events))
-                except asyncpg.UntranslatableCharacterError as error:
+                except errors.named("UntranslatableCharacter") as error:
                     raise refusal_of([*events, action], self._settle.encoding) or error from error
             settled = row_count(await connection.execute(*settlement(bucket, now, self._settle.encoding)))
             if settled < len(bucket.outcomes):

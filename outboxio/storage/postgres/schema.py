@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, cast
 
-import asyncpg
 from msgspec import Struct
 
 from outboxio.errors import RightsMissing
 from outboxio.storage.catalog import IN_EVENTLOG, POSTGRES, POSTGRES_TABLES
 from outboxio.storage.ddl import Part
 from outboxio.storage.migration import Migration, Work
+from outboxio.storage.postgres import errors
 from outboxio.storage.postgres.connection import LoopConnection
 from outboxio.storage.postgres.server_info import ONLY_READS
 from outboxio.storage.schema import Found, Rights, SqlFile, ordering, reading, refuse_lacking, rights_lacking
@@ -100,7 +100,7 @@ class PostgresSchema(Migration):
 
         try:
             done: list[str] = await self._admin.in_transaction(in_turn)
-        except asyncpg.InsufficientPrivilegeError as error:
+        except errors.named("InsufficientPrivilege") as error:
             raise self._cannot_make(error, await self._admin.use(_user)) from error
         return done
 

@@ -1,4 +1,4 @@
-"""The transactions of actions on PostgreSQL, and the pooled connections for transactions."""
+"""The transactions of actions on PostgreSQL."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from datetime import datetime
 from typing import Any
 from uuid import UUID
 
-import asyncpg
 from msgspec import Struct
 
-from outboxio.errors import TransactionEnded
 from outboxio.model.event import ActionRecord, EventRecord, ReceivedEvent, refusal_of
 from outboxio.model.notification import COPIED
 from outboxio.storage.consuming import Consuming
+from outboxio.storage.postgres import errors
 from outboxio.storage.postgres.columns import partition_of
-from outboxio.storage.postgres.connection import OurConnection, row_count
+from outboxio.storage.postgres.connection import row_count
 from outboxio.storage.postgres.errors import Plans, is_outdated, is_unreachable
 from outboxio.storage.postgres.insertion import (
     CONSUME,
@@ -29,7 +28,7 @@ from outboxio.storage.postgres.insertion import (
     of_consumed,
     received_columns,
 )
-from outboxio.storage.postgres.server_info import encoding_of, user_of
+from outboxio.storage.postgres.server_info import encoding_of
 from outboxio.storage.protocols import CommitLost, ConsumeResult, NewNotification, SessionUnit
 from outboxio.storage.transaction_endings import POSTGRES, POSTGRES_ESCAPING
 from outboxio.support.aio import TimeLimit
@@ -98,12 +97,12 @@ def ending_in(sql: str, connection: Any) -> str | None:
 
 
 class PostgresSession(Consuming):
-    """A transaction on an asyncpg connection: a pooled connection, or a connection of the application."""
+    """A transaction on a connection: of our pool, of a given pool or engine, or of the application."""
 
     def __init__(
         self, connection: Any, *, is_ours: bool = False, limit: TimeLimit | None = None, plans: Plans | None = None
     ) -> None:
-        """``is_ours``: the connection is an :class:`ActionConnection`.
+        """``is_ours``: the connection is of our pool, and :class:`ResetsItself`.
 
         ``limit``: the time for BEGIN, and the time for writing events and COMMIT. ``plans`` is told of each statement
         that was prepared before a table changed.
@@ -125,6 +124,11 @@ class PostgresSession(Consuming):
     @property
     def connection(self) -> Any:
         self._is_untouched = False
+        return getattr(self._connection, "raw", self._connection)
+
+    @property
+    def driver(self) -> Any:
+        """The connection with the methods of asyncpg's connections."""
         return self._connection
 
     async def begin(self, *, soon: bool = False) -> None:
@@ -155,7 +159,7 @@ class PostgresSession(Consuming):
             if action is not None and events:
                 try:
                     await connection.execute(*insertion(action, events))
-                except asyncpg.UntranslatableCharacterError as error:
+                except errors.named("UntranslatableCharacter") as error:
                     raise self._refusal_of(error, [*events, action]) from error
             elif not self._wrote:
                 # COMMIT of a failed transaction is a ROLLBACK without an error; any statement before COMMIT raises.
@@ -267,7 +271,7 @@ class PostgresSession(Consuming):
         """The result of a statement. Raises the error that names the field which the database cannot store."""
         try:
             return await statement
-        except asyncpg.UntranslatableCharacterError as error:
+        except errors.named("UntranslatableCharacter") as error:
             raise self._refusal_of(error, records) from error
 
     def _refusal_of(self, error: Exception, records: Iterable[Struct]) -> Exception:
@@ -297,91 +301,5 @@ class PostgresSession(Consuming):
         """True if the connection is closed. A pool takes a closed connection back at once; then the proxy raises."""
         try:
             return bool(self._connection.is_closed())
-        except asyncpg.InterfaceError:
+        except errors.named("Interface"):
             return True
-
-
-# RESET ALL leaves the role and temporary tables: the next action would run as a different user, or read the temporary
-# table of an earlier action. RESET SESSION AUTHORIZATION also resets a role that the connection was opened with, so
-# that is first.
-RESET_IDENTITY = "RESET SESSION AUTHORIZATION;\nRESET ROLE;\n"
-DISCARD_TABLES = "\nDISCARD TEMP;"
-
-# Most actions change neither. So a prepared statement of each connection releases the advisory locks, and returns a row
-# if there is a role or a temporary table; then the statements above follow. It is prepared, because planning it would
-# take longer than all other statements of a reset.
-RELEASE = "outboxio_release"
-PREPARE_RELEASE = f"""
-PREPARE {RELEASE} AS SELECT 1 WHERE pg_catalog.pg_advisory_unlock_all() IS NULL
-  OR pg_catalog.current_setting('role') OPERATOR(pg_catalog.<>) 'none'
-  OR pg_catalog.pg_my_temp_schema() OPERATOR(pg_catalog.<>) '0'
-"""
-QUICK_RESET = f"CLOSE ALL;\nUNLISTEN *;\nRESET ALL;\nEXECUTE {RELEASE}"
-NO_ROW = "SELECT 0"
-
-
-class ActionConnection(OurConnection):
-    """A connection of our own pool. The statements that reset the session travel in the same message as COMMIT."""
-
-    __slots__ = ("_has_listeners", "_is_ending", "_quick", "_user", "is_reset", "refusals")
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._is_ending = self._has_listeners = False
-        self._user = user_of(self)
-        self._quick: bool | None = None if self._user is not None else False
-        """True if QUICK_RESET is prepared; False if it is of no use; ``None`` before the first reset."""
-        self.is_reset = True
-        """True if the session has the state of a new connection."""
-        self.refusals = 0
-        """The refusals of the shard that this connection has taken into account; see :class:`Plans`."""
-
-    def end_with_reset(self) -> None:
-        """Send the reset with the next statement, which ends the transaction."""
-        self._is_ending = True
-
-    def execute(self, query: str, *args: Any, timeout: float | None = None) -> Any:
-        if args:
-            return asyncpg.Connection.execute(self, query, *args, timeout=timeout)
-        if self._is_ending:
-            return self._end(query, timeout)
-        if ";" in query[:-1]:
-            self._refuse_to_end(query)
-        return super().execute(query, timeout=timeout)
-
-    async def _end(self, query: str, timeout: float | None) -> None:
-        self._is_ending = False
-        quick = self._quick
-        reset = QUICK_RESET if quick else self.get_reset_query()
-        if quick is None:
-            reset += PREPARE_RELEASE
-        try:
-            status = await super().execute(f"{query}\n{reset}", timeout=timeout)
-        except (asyncpg.InvalidSQLStatementNameError, asyncpg.DuplicatePreparedStatementError) as error:
-            if RELEASE not in str(error):
-                raise
-            status = ""  # the transaction has ended, but the application, or a proxy, has changed the statement
-        is_clean = status == NO_ROW and user_of(self) == self._user if quick else bool(status)
-        self._quick = quick is not False and is_clean
-        self.is_reset = is_clean and not self._has_listeners
-
-    def _refuse_to_end(self, query: str) -> None:
-        """Refuse statements that end the transaction: the driver would not notice a new transaction."""
-        if self.is_in_transaction() and (words := ending_in(query, self)) is not None:
-            raise TransactionEnded("an action", words)
-
-    def get_reset_query(self) -> str:
-        return RESET_IDENTITY + super().get_reset_query() + DISCARD_TABLES
-
-    async def reset(self, *, timeout: float | None = None) -> None:
-        await super().reset(timeout=timeout)
-        self._is_ending = self._has_listeners = False
-        self.is_reset = True
-
-    async def add_listener(self, channel: str, callback: Any) -> None:
-        self._has_listeners = True
-        await super().add_listener(channel, callback)
-
-    def add_log_listener(self, callback: Any) -> None:
-        self._has_listeners = True
-        super().add_log_listener(callback)
