@@ -50,6 +50,13 @@ def by_engine(dialect: str, opened_by: str = "engine", names: Sequence[str] = WR
     return Part(f"{dialect} by {opened_by}", dialect, files, {"OUTBOXIO_TEST_OPENED_BY": opened_by})
 
 
+def over_psycopg() -> Part:
+    """What a driver changes, once more over psycopg. ``OUTBOXIO_TEST_DRIVER=psycopg`` runs every other test over it."""
+    names = ("psycopg", "executor", "transaction", "record", "sqlalchemy_session", "bound_sessions", "locks")
+    files = [f"tests/contract/test_{name}.py" for name in names]
+    return Part("postgres over psycopg", "postgres", ["-m", "database", *files], {"OUTBOXIO_TEST_DRIVER": "psycopg"})
+
+
 def ignored(*folders: str) -> list[str]:
     return [f"--ignore=tests/{folder}" for folder in folders]
 
@@ -84,6 +91,7 @@ PARTS = [
     by_engine("mariadb"),
     by_engine("mariadb", "asyncmy", ON_ENGINES),
     by_engine("sqlite"),
+    over_psycopg(),
 ]
 #: Parts that run at the same time, for each core.
 AT_ONCE = 2

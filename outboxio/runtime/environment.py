@@ -121,7 +121,8 @@ class OwnConnections:
                 given += f" over {type(driver).__module__.partition('.')[0]}"
             raise ConfigurationError(
                 f"record() was given {given}, but shard {target.database.name!r} is a {target.database.dialect} "
-                "database; give a connection of its driver (asyncpg, aiomysql, asyncmy, aiosqlite or sqlite3)"
+                "database; give a connection of its driver (asyncpg, psycopg.AsyncConnection, aiomysql, asyncmy, "
+                "aiosqlite or sqlite3)"
             )
         if not session.in_transaction():
             raise NoTransaction(connection)

@@ -60,10 +60,10 @@ class Recording:
     ) -> UUID:
         """Write outbox rows inside a transaction that the application has open. Returns the action's id.
 
-        ``connection``: an asyncpg, aiomysql or asyncmy connection, a ``sqlite3`` or ``aiosqlite`` connection, or a
-        SQLAlchemy ``AsyncSession`` or ``AsyncConnection``. The application commits, and may call
-        :meth:`wake` after its commit; otherwise the loops find the events by polling. The other
-        parameters are those of ``tx.emit``, for all ``events``.
+        ``connection``: an asyncpg, aiomysql or asyncmy connection, a ``psycopg.AsyncConnection``, a ``sqlite3`` or
+        ``aiosqlite`` connection, or a SQLAlchemy ``AsyncSession`` or ``AsyncConnection``. The application commits, and
+        may call :meth:`wake` after its commit; otherwise the loops find the events by polling. The other parameters are
+        those of ``tx.emit``, for all ``events``.
 
         Raises :class:`NoTransaction` if no transaction is open on the connection, :class:`OtherDatabase` if the
         connection is not of the shard's database: each connection is asked once, in a further round trip, at the first

@@ -470,8 +470,8 @@ def test_settings_and_names_that_cannot_be_are_refused() -> None:
     [
         ("oracle://ada:s3cret@host/app", "shard 'default' has a URL with the scheme 'oracle'; expected a URL"),
         (
-            "postgresql+psycopg://ada:s3cret@host/app",
-            r"the scheme 'postgresql\+psycopg'; expected a URL \(postgresql://",
+            "postgresql+psycopg2://ada:s3cret@host/app",
+            r"the scheme 'postgresql\+psycopg2'; expected a URL \(postgresql://",
         ),
         ("app.db", "the scheme ''; expected a URL"),
         ("", "the scheme ''; expected a URL"),

@@ -18,7 +18,7 @@ from outboxio import CommitUnknown, DatabaseUnavailable, Outbox, Settings, Trans
 from outboxio.storage.connections import watch as watch_module
 from outboxio.storage.mysql import driver as mysql_driver
 from outboxio.storage.mysql.connection import waits_for as mysql_waits_for
-from outboxio.storage.postgres.connection import OurConnection
+from outboxio.storage.postgres.asyncpg_connection import OurConnection
 from outboxio.storage.protocols import Database
 from tests.kit.app import Emit, Journal, Look, MoneyDeposited, eventually, opened, turns
 from tests.kit.inside import database_of

@@ -1,6 +1,8 @@
-"""A switch: ``OUTBOXIO_TEST_OPENED_BY=engine`` opens every outbox by an engine of SQLAlchemy over the same URL.
+"""Two switches, which can be combined.
 
-``OUTBOXIO_TEST_OPENED_BY=asyncmy`` does the same, and all engines of the tests are over this driver where they can be.
+- ``OUTBOXIO_TEST_OPENED_BY=engine`` opens every outbox by an engine of SQLAlchemy over the same URL.
+  ``OUTBOXIO_TEST_OPENED_BY=asyncmy`` does the same, with all engines on MySQL and MariaDB over asyncmy.
+- ``OUTBOXIO_TEST_DRIVER=psycopg`` opens outboxes, engines and sessions on PostgreSQL over psycopg.
 
 The processes that tests start import this module, so it does not import pytest, which would be a third of their start.
 """
@@ -20,9 +22,12 @@ BY_ENGINE = OPENED_BY is not None
 
 #: The driver of engines on MySQL and MariaDB.
 OF_MYSQL = "asyncmy" if OPENED_BY == "asyncmy" else "aiomysql"
+OVER_PSYCOPG = os.environ.get("OUTBOXIO_TEST_DRIVER") == "psycopg"
+POSTGRES_DRIVER = "psycopg" if OVER_PSYCOPG else "asyncpg"
+
 _DRIVERS = {
-    "postgres": "postgresql+asyncpg",
-    "postgresql": "postgresql+asyncpg",
+    "postgres": f"postgresql+{POSTGRES_DRIVER}",
+    "postgresql": f"postgresql+{POSTGRES_DRIVER}",
     "mysql": f"mysql+{OF_MYSQL}",
     "mariadb": f"mariadb+{OF_MYSQL}",
     "sqlite": "sqlite+aiosqlite",
@@ -64,8 +69,26 @@ def _has_engine(url: str) -> bool:
     return scheme != "sqlite" or rest.removeprefix("//") not in ("", "/", "/:memory:")
 
 
+def open_over_psycopg(name: str, source: Any, **access: Any) -> Any:
+    """The database of a shard, whose URL on PostgreSQL names psycopg."""
+    if isinstance(source, str):
+        source = _over_psycopg(source)
+    elif isinstance(source, Shard) and isinstance(source.url, str):
+        source = Shard(_over_psycopg(source.url), source.direct_url)
+    return open_database(name, source, **access)
+
+
+def _over_psycopg(url: str) -> str:
+    scheme, _, rest = url.partition(":")
+    return f"postgresql+psycopg:{rest}" if scheme in ("postgres", "postgresql") else url
+
+
 def use() -> None:
-    """Open outboxes by engines from now on, if the environment says so."""
+    """Open outboxes by engines, or over psycopg, from now on, if the environment says so."""
+    if OVER_PSYCOPG:
+        import psycopg  # noqa: F401  # like SQLAlchemy below
+
+        outboxio.outbox.open_database = open_over_psycopg
     if BY_ENGINE:
         import sqlalchemy  # noqa: F401  # when imported, it sets the level of its logger, which no test may do
 

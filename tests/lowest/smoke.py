@@ -424,6 +424,15 @@ async def postgres(home: Path) -> None:
         await of_engine(url.replace("postgresql:", "postgresql+asyncpg:"))
 
 
+@check
+async def psycopg(home: Path) -> None:
+    async with a_server("postgresql://") as url:
+        url = url.replace("postgresql:", "postgresql+psycopg:")
+        async with Outbox(url, namespace="url") as outbox:
+            await round_trip(outbox)
+        await of_engine(url)
+
+
 async def of_mysql(scheme: str) -> None:
     import aiomysql
 

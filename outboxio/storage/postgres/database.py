@@ -132,7 +132,7 @@ class PostgresDatabase(ServerDatabase[LoopConnection], Tables):
         self._make_session = partial(PostgresSession, is_ours=self._url is not None, limit=limit, plans=self._plans)
 
     def wrap(self, connection: Any) -> PostgresSession | None:
-        given = as_asyncpg(connection)
+        given = as_asyncpg(connection, begins=True)
         return None if given is None else PostgresSession(given)
 
     async def require_own(self, connection: Any) -> None:
@@ -314,7 +314,10 @@ class PostgresDatabase(ServerDatabase[LoopConnection], Tables):
         return await self._reaching(url, lambda: self._open(url, self._loop_watch, connect))
 
     async def _connect_by_engine(self, engine: GivenEngine) -> Any:
-        return await self._driver_connections.for_loops(await self._reaching(None, engine.open))
+        async def connect() -> Any:
+            return await self._driver_connections.for_loops(await engine.open())
+
+        return await self._reaching(None, connect)
 
     async def _open(
         self, url: str | None, watch: Watch | None, connect: Callable[..., Awaitable[Any]], **options: Any

@@ -17,11 +17,16 @@ def connections_of(driver: str) -> Any:
     return asyncpg_connection
 
 
-def as_asyncpg(connection: Any) -> Any | None:
-    """A connection of the application with the methods of asyncpg's; ``None`` if its driver is another one."""
+def as_asyncpg(connection: Any, *, begins: bool = False) -> Any | None:
+    """A connection of the application with the methods of asyncpg's; ``None`` if its driver is another one.
+
+    ``begins``: the transaction may begin with the next statement, as psycopg does without ``autocommit``.
+    """
     asyncpg, psycopg = sys.modules.get("asyncpg"), sys.modules.get("psycopg")
     if asyncpg is not None and isinstance(connection, asyncpg.Connection | asyncpg.pool.PoolConnectionProxy):
         return connection
     if psycopg is not None and isinstance(connection, psycopg.AsyncConnection):
-        return connections_of("psycopg").PsycopgConnection(connection)
+        from outboxio.storage.postgres.psycopg_adapter import PsycopgConnection
+
+        return PsycopgConnection(connection, begins=begins)
     return None

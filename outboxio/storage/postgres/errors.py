@@ -108,7 +108,7 @@ def is_unreachable(error: BaseException) -> bool:
         return True
     # InternalClientError: the driver has lost its place in the protocol, and closes the connection. The first statement
     # after the server has ended the session raises it, as long as the socket is open.
-    lost = (OSError, *named("Interface", "InternalClient", "OperationalError"))
+    lost: tuple[type[Exception], ...] = (OSError, *named("Interface", "InternalClient", "OperationalError"))
     return isinstance(error, lost) and not (_refused_by_driver(error) or is_outdated(error))
 
 

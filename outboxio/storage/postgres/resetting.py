@@ -83,7 +83,8 @@ class ResetsItself(_Connection):  # type: ignore[misc]  # the methods of both dr
             raise TransactionEnded("an action", words)
 
     def get_reset_query(self) -> str:
-        return RESET_IDENTITY + super().get_reset_query() + DISCARD_TABLES
+        reset: str = super().get_reset_query()
+        return RESET_IDENTITY + reset + DISCARD_TABLES
 
     async def reset(self, *, timeout: float | None = None) -> None:
         await super().reset(timeout=timeout)

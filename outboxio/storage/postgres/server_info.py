@@ -109,9 +109,10 @@ def writes(connection: Any) -> bool:
 
 
 def _told(connection: Any, parameter: str) -> str | None:
+    closed: tuple[type[Exception], ...] = (AttributeError, *named("Interface", "OperationalError"))
     try:
         told = connection.get_settings()
-    except (AttributeError, *named("Interface")):  # the connection is closed, and the driver has dropped the settings
+    except closed:  # the driver has dropped the settings
         return None
     value: str | None = getattr(told, parameter, None)
     return value

@@ -1,0 +1,69 @@
+"""Rows and arguments of psycopg 3, in the form of asyncpg's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from functools import lru_cache
+from typing import Any
+from uuid import UUID
+
+
+class Row(tuple[Any, ...]):
+    """A row whose columns can also be read by name, like a record of asyncpg. A list of names has its own class."""
+
+    __slots__ = ()
+    _places: dict[str, int]
+
+    def __getitem__(self, key: Any) -> Any:
+        return tuple.__getitem__(self, self._places[key] if type(key) is str else key)
+
+    def keys(self) -> list[str]:
+        return list(self._places)
+
+    def values(self) -> list[Any]:
+        return list(self)
+
+    def items(self) -> list[tuple[str, Any]]:
+        return list(zip(self._places, self, strict=True))
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self[key] if key in self._places else default
+
+    def __repr__(self) -> str:
+        return f"<Row {' '.join(f'{name}={value!r}' for name, value in self.items())}>"
+
+
+@lru_cache(1024)
+def _row_class(names: tuple[str, ...]) -> type[Row]:
+    return type("Row", (Row,), {"__slots__": (), "_places": {name: n for n, name in enumerate(names)}})
+
+
+def rows_of(cursor: Any) -> Any:
+    columns = cursor.description
+    return tuple if columns is None else _row_class(tuple(column.name for column in columns))
+
+
+def _quoted(text: str) -> str:
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+_TEXTS: dict[type, Callable[[Any], str]] = {
+    str: _quoted,
+    int: str,
+    bool: str,
+    type(None): lambda _: "NULL",
+    UUID: lambda value: value.hex,
+}
+
+
+def argument(value: Any) -> Any:
+    """A value as psycopg sends it; the other types travel as psycopg sends them."""
+    kind = type(value)
+    if kind is int:
+        return str(value)
+    if kind is list or kind is tuple:
+        with suppress(KeyError):
+            return "{" + ",".join([_TEXTS[type(item)](item) for item in value]) + "}"
+        return list(value)
+    return value
