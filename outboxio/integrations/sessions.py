@@ -315,9 +315,8 @@ def _has_begun(driver: Any) -> bool:
     """True if a connection of asyncpg, psycopg, aiosqlite or sqlite3 has a transaction open. Others may not say."""
     if hasattr(driver, "is_in_transaction"):
         return bool(driver.is_in_transaction())
-    if hasattr(driver, "pgconn"):
-        return bool(driver.pgconn.transaction_status)  # 0: idle
-    return getattr(driver, "in_transaction", False) is True
+    pgconn = getattr(driver, "pgconn", None)  # of psycopg, whose status 0 is idle
+    return getattr(driver, "in_transaction", False) is True if pgconn is None else bool(pgconn.transaction_status)
 
 
 def _savepoints_of(session: Session) -> list[SessionTransaction]:

@@ -13,6 +13,7 @@ import pytest
 from outboxio import EventEnvelope, Outbox, Transaction
 from tests.kit.app import Emit, Look, MoneyDeposited, WalletOpened
 from tests.kit.complaints import complaints
+from tests.kit.marks import needs_asyncpg
 from tests.kit.probes import MakeOutbox, doing, written
 from tests.kit.server_acts import ServerActs, acts_on
 from tests.kit.sql import sql
@@ -109,6 +110,7 @@ async def test_a_block_whose_first_statement_is_outdated_begins_again_unnoticed(
         assert len(await read(tx)) == 3
 
 
+@needs_asyncpg
 @pytest.mark.parametrize("script", [read_second, read_behind_its_back], ids=["by tx", "by the driver"])
 async def test_of_a_whole_pool_one_block_fails_for_a_table_that_changed(
     outbox: Outbox, postgres_url: str, script: Callable[[Transaction], Any]
@@ -127,6 +129,7 @@ async def test_of_a_whole_pool_one_block_fails_for_a_table_that_changed(
     assert failed == 1
 
 
+@needs_asyncpg
 async def test_a_type_that_changed_is_learnt_anew(outbox: Outbox, postgres_url: str) -> None:
     look = Look(postgres_url)
     await look.fetch("CREATE TYPE pair AS (x INT, y INT)")

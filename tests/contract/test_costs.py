@@ -35,12 +35,19 @@ from outboxio.storage.protocols import FanoutRequest
 from outboxio.storage.tables.jobs import PAUSE
 from tests.kit.app import Emit, Journal, Look, MoneyDeposited, WalletOpened, eventually
 from tests.kit.inside import database_of
+from tests.kit.marks import needs_asyncpg
 from tests.kit.probes import MakeOutbox, add_wallet, doing
 from tests.kit.spies import counters, deposits
 from tests.kit.storage import LONG_AGO, NOW, Store
 from tests.kit.wire import Wire, watched
 
-pytestmark = [pytest.mark.every_version, pytest.mark.with_tables, pytest.mark.one_of_family, pytest.mark.slow]
+pytestmark = [
+    needs_asyncpg,
+    pytest.mark.every_version,
+    pytest.mark.with_tables,
+    pytest.mark.one_of_family,
+    pytest.mark.slow,
+]
 
 BATCH = 1000
 OUTCOMES = 500

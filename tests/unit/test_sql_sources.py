@@ -142,7 +142,17 @@ HARMLESS = {
         "PostgresSchema._refuse_lacking": FOR_PEOPLE,
         "PostgresSchema._cannot_make": FOR_PEOPLE,
     },
-    "postgres/session.py": {"ActionConnection._end": "constants, in a row"},
+    "postgres/resetting.py": {"ResetsItself._end": "constants, in a row"},
+    "postgres/errors.py": {"named": "no statement: names of classes"},
+    "postgres/psycopg_adapter.py": {
+        "PsycopgConnection.add_listener": "a channel that is a digest",
+        "PsycopgConnection.remove_listener": "a channel that is a digest",
+    },
+    "postgres/psycopg_values.py": {
+        "_quoted": "an argument: an array",
+        "argument": "an argument: an array",
+        "Row.__repr__": TEXT,
+    },
     "postgres/lock.py": {
         "PostgresKeySession.take": "numbers of locks, in place of parameters: one message to the server",
         "PostgresKeySession.leave": "a number of a lock, in place of a parameter: one message to the server",
