@@ -52,7 +52,7 @@ def by_engine(dialect: str, opened_by: str = "engine", names: Sequence[str] = WR
 
 def over_psycopg() -> Part:
     """What a driver changes, once more over psycopg. ``OUTBOXIO_TEST_DRIVER=psycopg`` runs every other test over it."""
-    names = ("psycopg", "executor", "transaction", "record", "sqlalchemy_session", "bound_sessions", "locks")
+    names = ("executor", "record", "sqlalchemy_session", "bound_sessions")
     files = [f"tests/contract/test_{name}.py" for name in names]
     return Part("postgres over psycopg", "postgres", ["-m", "database", *files], {"OUTBOXIO_TEST_DRIVER": "psycopg"})
 
