@@ -46,7 +46,7 @@ class ActionConnection(ResetsItself, OurConnection):
 
     def add_log_listener(self, callback: Any) -> None:
         self._has_listeners = True
-        super().add_log_listener(callback)
+        asyncpg.Connection.add_log_listener(self, callback)
 
 
 async def connect_for_actions(

@@ -91,7 +91,7 @@ class LoopConnection(BaseLoopConnection):
         async with self.opened() as connection:
             try:
                 rows: list[Any] = await connection.fetch(sql, *args, timeout=timeout or self._timeout)
-            except errors.named("UntranslatableCharacter") as error:
+            except errors.untranslatable() as error:
                 raise self._refused(args, error) from error
             return rows
 
@@ -100,7 +100,7 @@ class LoopConnection(BaseLoopConnection):
         async with self.opened() as connection:
             try:
                 return row_count(await connection.execute(sql, *args, timeout=timeout or self._timeout))
-            except errors.named("UntranslatableCharacter") as error:
+            except errors.untranslatable() as error:
                 raise self._refused(args, error) from error
 
     def _refused(self, args: Iterable[Any], error: Exception) -> Exception:

@@ -21,6 +21,11 @@ def named(*names: str) -> tuple[type[Exception], ...]:
     return tuple(cls for module in modules for name in wanted if (cls := getattr(module, name, None)) is not None)
 
 
+def untranslatable() -> tuple[type[Exception], ...]:
+    """The errors for a character that the database cannot store; psycopg encodes texts for the connection itself."""
+    return (*named("UntranslatableCharacter"), UnicodeEncodeError)
+
+
 def connecting() -> tuple[type[Exception], ...]:
     """The errors of a driver that cannot connect."""
     return (OSError, OverflowError, *named("Postgres", "Interface", "InternalClient", "Error"))

@@ -102,7 +102,7 @@ class PostgresNotifications:
             for action, events in bucket.emitted:
                 try:
                     await connection.execute(*insertion(action, events))
-                except errors.named("UntranslatableCharacter") as error:
+                except errors.untranslatable() as error:
                     raise refusal_of([*events, action], self._settle.encoding) or error from error
             settled = row_count(await connection.execute(*settlement(bucket, now, self._settle.encoding)))
             if settled < len(bucket.outcomes):

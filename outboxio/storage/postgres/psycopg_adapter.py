@@ -18,6 +18,7 @@ from typing import Any
 import psycopg
 from psycopg import AsyncConnection, AsyncRawCursor
 from psycopg.pq import TransactionStatus
+from psycopg.types.array import ListBinaryDumper
 
 from outboxio.storage.postgres.errors import is_outdated
 from outboxio.storage.postgres.psycopg_values import argument, rows_of
@@ -46,8 +47,8 @@ class PsycopgConnection:
 
     # --- statements ----------------------------------------------------------------------------
 
-    async def execute(self, sql: str, *args: Any, timeout: float | None = None) -> str:
-        cursor = await self._run(sql, args, timeout)
+    async def execute(self, query: str, *args: Any, timeout: float | None = None) -> str:
+        cursor = await self._run(query, args, timeout)
         while cursor.nextset():
             pass
         return cursor.statusmessage or ""
@@ -84,7 +85,10 @@ class PsycopgConnection:
         self._is_asking = True
         try:
             if args:
-                await cursor.execute(sql.encode(), [argument(a) for a in args], prepare=True, binary=self._binary)
+                values = [argument(value) for value in args]
+                if any(type(value) is list for value in values):
+                    cursor.adapters.register_dumper(list, ListBinaryDumper)
+                await cursor.execute(sql.encode(), values, prepare=True, binary=self._binary)
             else:
                 await cursor.execute(sql.encode(), prepare=False)
         except psycopg.Error as error:
@@ -110,7 +114,8 @@ class PsycopgConnection:
 
     async def reload_schema_state(self) -> None:
         """Prepare each statement anew. In a failed transaction the server could not drop the former ones."""
-        self._con._prepared._names.clear()
+        connection: Any = self._con
+        connection._prepared._names.clear()
 
     # --- transactions --------------------------------------------------------------------------
 

@@ -11,11 +11,12 @@ from outboxio.storage.connections.driver import BETWEEN_QUESTIONS, IDLE, QUESTIO
 from outboxio.storage.postgres.psycopg_adapter import PsycopgConnection
 from outboxio.storage.postgres.resetting import ResetsItself
 
-KEEP_ALIVE: dict[str, Any] = {
+OPTIONS: dict[str, Any] = {
     "keepalives_idle": IDLE,
     "keepalives_interval": BETWEEN_QUESTIONS,
     "keepalives_count": QUESTIONS,
     "tcp_user_timeout": UNACKNOWLEDGED,
+    "client_encoding": "utf8",
 }
 
 
@@ -61,6 +62,6 @@ async def for_loops(connection: AsyncConnection[Any]) -> PsycopgConnection:
 
 async def _connect(url: str, timeout: float) -> AsyncConnection[Any]:
     async with asyncio.timeout(timeout):
-        connection = await AsyncConnection.connect(url, autocommit=True, **KEEP_ALIVE)
+        connection = await AsyncConnection.connect(url, autocommit=True, **OPTIONS)
     connection.prepared_max = 1000
     return connection

@@ -16,7 +16,7 @@ class Row(tuple[Any, ...]):
     _places: dict[str, int]
 
     def __getitem__(self, key: Any) -> Any:
-        return tuple.__getitem__(self, self._places[key] if type(key) is str else key)
+        return super().__getitem__(self._places[key] if type(key) is str else key)
 
     def keys(self) -> list[str]:
         return list(self._places)
@@ -52,14 +52,13 @@ _TEXTS: dict[type, Callable[[Any], str]] = {
     str: _quoted,
     int: str,
     bool: str,
-    type(None): lambda _: "NULL",
     UUID: lambda value: value.hex,
 }
 
 
 def argument(value: Any) -> Any:
-    """A value as psycopg sends it; the other types travel as psycopg sends them."""
-    kind = type(value)
+    """A value as psycopg sends it. A list remains a list if it has NULL, which in a text depends on ``array_nulls``."""
+    kind: Any = type(value)
     if kind is int:
         return str(value)
     if kind is list or kind is tuple:

@@ -41,7 +41,8 @@ class ResetsItself(_Connection):  # type: ignore[misc]  # the methods of both dr
     """True if QUICK_RESET is prepared; False if it is of no use; ``None`` before the first reset."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+        parent: Any = super()
+        parent.__init__(*args, **kwargs)
         self._is_ending = self._has_listeners = False
         self._user = user_of(self)
         self._quick = None if self._user is not None else False
@@ -53,22 +54,24 @@ class ResetsItself(_Connection):  # type: ignore[misc]  # the methods of both dr
         self._is_ending = True
 
     def execute(self, query: str, *args: Any, timeout: float | None = None) -> Any:
+        parent: Any = super()
         if args:
-            return super().execute(query, *args, timeout=timeout)
+            return parent.execute(query, *args, timeout=timeout)
         if self._is_ending:
             return self._end(query, timeout)
         if ";" in query[:-1]:
             self._refuse_to_end(query)
-        return super().execute(query, timeout=timeout)
+        return parent.execute(query, timeout=timeout)
 
     async def _end(self, query: str, timeout: float | None) -> None:
+        parent: Any = super()
         self._is_ending = False
         quick = self._quick
         reset = QUICK_RESET if quick else self.get_reset_query()
         if quick is None:
             reset += PREPARE_RELEASE
         try:
-            status = await super().execute(f"{query}\n{reset}", timeout=timeout)
+            status: str = await parent.execute(f"{query}\n{reset}", timeout=timeout)
         except named("InvalidSQLStatementName", "InvalidSqlStatementName", "DuplicatePreparedStatement") as error:
             if RELEASE not in str(error):
                 raise
@@ -83,14 +86,16 @@ class ResetsItself(_Connection):  # type: ignore[misc]  # the methods of both dr
             raise TransactionEnded("an action", words)
 
     def get_reset_query(self) -> str:
-        reset: str = super().get_reset_query()
-        return RESET_IDENTITY + reset + DISCARD_TABLES
+        parent: Any = super()
+        return RESET_IDENTITY + str(parent.get_reset_query()) + DISCARD_TABLES
 
     async def reset(self, *, timeout: float | None = None) -> None:
-        await super().reset(timeout=timeout)
+        parent: Any = super()
+        await parent.reset(timeout=timeout)
         self._is_ending = self._has_listeners = False
         self.is_reset = True
 
     async def add_listener(self, channel: str, callback: Any) -> None:
         self._has_listeners = True
-        await super().add_listener(channel, callback)
+        parent: Any = super()
+        await parent.add_listener(channel, callback)

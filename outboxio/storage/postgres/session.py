@@ -159,7 +159,7 @@ class PostgresSession(Consuming):
             if action is not None and events:
                 try:
                     await connection.execute(*insertion(action, events))
-                except errors.named("UntranslatableCharacter") as error:
+                except errors.untranslatable() as error:
                     raise self._refusal_of(error, [*events, action]) from error
             elif not self._wrote:
                 # COMMIT of a failed transaction is a ROLLBACK without an error; any statement before COMMIT raises.
@@ -271,7 +271,7 @@ class PostgresSession(Consuming):
         """The result of a statement. Raises the error that names the field which the database cannot store."""
         try:
             return await statement
-        except errors.named("UntranslatableCharacter") as error:
+        except errors.untranslatable() as error:
             raise self._refusal_of(error, records) from error
 
     def _refusal_of(self, error: Exception, records: Iterable[Struct]) -> Exception:
