@@ -16,7 +16,7 @@ from sqlalchemy.orm.exc import StaleDataError
 
 from outboxio import Action, CommitUnknown, Outbox, OutboxError, Retry, SettingsError, StaleRecord, Transaction
 from tests.kit.app import Emit, Look, WalletOpened
-from tests.kit.marks import needs_many_writers
+from tests.kit.marks import needs_asyncpg, needs_many_writers
 from tests.kit.probes import (
     MakeOutbox,
     add_wallet,
@@ -465,6 +465,7 @@ async def test_a_connection_lost_during_commit_leaves_the_outcome_unknown(postgr
     assert [row["action_name"] for row in await written(look)] == ["Setup", "Emit"]
 
 
+@needs_asyncpg
 async def test_a_refusal_at_commit_is_a_plain_error_and_leaves_a_clean_connection(postgres_url: str) -> None:
     async def twice(tx: Transaction) -> None:
         tx.emit(WalletOpened(uuid4()))
@@ -482,6 +483,7 @@ async def test_a_refusal_at_commit_is_a_plain_error_and_leaves_a_clean_connectio
         assert len(await written(Look(postgres_url))) == 2
 
 
+@needs_asyncpg
 async def test_a_connection_lost_before_commit_is_the_drivers_error_and_may_be_retried(server_url: str) -> None:
     acts, runs = acts_on(server_url), 0
     lost: list[BaseException] = []
@@ -507,6 +509,7 @@ async def test_a_connection_lost_before_commit_is_the_drivers_error_and_may_be_r
         assert await outbox.executor.execute(doing(lose, retry=retry)) == 2
 
 
+@needs_asyncpg
 async def test_an_action_whose_lost_connection_was_overlooked_is_no_success(server_url: str) -> None:
     acts = acts_on(server_url)
 

@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 import outboxio
 from outboxio import EventEnvelope, Outbox, Settings
 from tests.kit.app import Emit, MoneyDeposited, eventually
+from tests.kit.marks import needs_asyncpg
 
 PACKAGE = f"{Path(outboxio.__file__).parent}/"
 
@@ -118,6 +119,7 @@ def stacks() -> Iterator[Stacks]:
         transport.write, sqlite3.connect = write, connect
 
 
+@needs_asyncpg
 async def test_one_event_passes_few_functions_from_a_call_to_the_driver(database_url: str) -> None:
     at_first_line: list[list[str]] = []
     limits = LIMITS[urlsplit(database_url).scheme.partition("+")[0]]

@@ -25,6 +25,7 @@ from outboxio import (
 )
 from outboxio.testing import MovableClock, emitted, expect_event
 from tests.kit.app import Deposit, Emit, Look, MoneyDeposited, OpenWallet, WalletOpened, opened
+from tests.kit.marks import needs_asyncpg
 from tests.kit.probes import MakeOutbox, add_wallet, balances, doing, written
 from tests.kit.sql import sql
 
@@ -147,6 +148,7 @@ async def test_even_an_exception_that_is_no_error_rolls_back(outbox: Outbox, loo
     assert await balances(look) == []
 
 
+@needs_asyncpg
 async def test_a_failed_statement_fails_the_action_with_the_drivers_own_error(outbox: Outbox, look: Look) -> None:
     async def twice(tx: Transaction) -> None:
         await add_wallet(tx)

@@ -14,6 +14,7 @@ from outboxio.storage.protocols import HandlerMinute
 from outboxio.testing import MovableClock
 from tests.kit.app import Journal, Look, MoneyDeposited
 from tests.kit.inside import database_of
+from tests.kit.marks import needs_asyncpg
 from tests.kit.meters import meter
 
 MakeOutbox = Callable[..., Awaitable[Outbox]]
@@ -101,6 +102,7 @@ async def test_a_handler_without_runs_has_an_empty_history_and_an_unknown_handle
             await outbox.admin.history("mail", **given)
 
 
+@needs_asyncpg
 async def test_a_history_of_a_day_reads_none_of_the_rows_of_other_handlers(database_url: str, look: Look) -> None:
     async with Outbox(database_url, namespace="app") as outbox:
         await outbox.migrate()

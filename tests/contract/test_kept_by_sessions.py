@@ -13,6 +13,7 @@ import pytest
 
 from outboxio import Outbox, Settings, Transaction
 from tests.kit.app import Look
+from tests.kit.marks import needs_asyncpg
 from tests.kit.probes import directly, doing
 
 pytestmark = pytest.mark.with_tables
@@ -72,6 +73,7 @@ async def test_an_action_without_events_gives_up_its_role_too(postgres_url: str,
         assert await who(outbox) == before
 
 
+@needs_asyncpg
 async def test_a_role_that_connections_are_opened_with_is_kept(postgres_url: str, tenant: str) -> None:
     url = f"{postgres_url}{'&' if '?' in postgres_url else '?'}{urlencode({'role': tenant})}"
     async with Outbox(url, namespace="app") as outbox:

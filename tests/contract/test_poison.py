@@ -19,6 +19,7 @@ from outboxio.storage.protocols import StartedRun
 from outboxio.testing import MovableClock
 from tests.kit.app import Emit, Journal, Look, MoneyDeposited, eventually
 from tests.kit.inside import database_of, poison_guard_of
+from tests.kit.marks import needs_asyncpg
 from tests.kit.probes import MakeOutbox
 from tests.kit.spies import Gate, breaks, counters, deposits, watch
 from tests.kit.storage import NOW
@@ -110,6 +111,7 @@ async def test_after_a_crash_a_run_is_recorded_while_it_lasts(outbox: Outbox, lo
     assert await records(look) == 0
 
 
+@needs_asyncpg
 async def test_a_batch_is_recorded_whole_and_at_once(wire: Wire, outbox: Outbox, look: Look) -> None:
     seen: list[int] = []
 
@@ -134,6 +136,7 @@ def about_crashes(wire: Wire) -> list[str]:
     return [text for text in wire.texts if "started_runs" in text and "CREATE" not in text]
 
 
+@needs_asyncpg
 async def test_what_begins_together_is_recorded_together(wire: Wire, make_outbox: MakeOutbox, look: Look) -> None:
     outbox = await make_outbox(settings=QUICK)
     outbox.handler(MoneyDeposited, name="mail")(Journal())
@@ -190,6 +193,7 @@ async def test_a_run_that_came_to_an_end_of_any_kind_leaves_no_record(
     assert (row.state, row.attempts) == (("PENDING", 0) if end == "is interrupted" else ("FAILED", 1))
 
 
+@needs_asyncpg
 async def test_nothing_more_is_recorded_when_all_is_through_that_can_have_been_running(
     wire: Wire, make_outbox: MakeOutbox, look: Look, clock: MovableClock
 ) -> None:

@@ -37,9 +37,10 @@ POSTGRES = {
     "statement_timeout": "1s", "transaction_timeout": "1s", "enable_seqscan": "on", "enable_bitmapscan": "on",
     "enable_sort": "on", "enable_indexscan": "off", "enable_indexonlyscan": "off", "enable_nestloop": "off",
     "from_collapse_limit": "1", "join_collapse_limit": "1", "jit": "on", "plan_cache_mode": "force_custom_plan",
+    "array_nulls": "off",
 }  # fmt: skip
 #: What no statement depends on, and an application may set.
-OTHERS = {"bytea_output": "escape", "row_security": "off", "xmloption": "document", "array_nulls": "off",
+OTHERS = {"bytea_output": "escape", "row_security": "off", "xmloption": "document",
           "transform_null_equals": "on", "lock_timeout": "1s", "enable_hashjoin": "off"}  # fmt: skip
 
 OF_FAMILY = {

@@ -10,6 +10,7 @@ import pytest
 
 from outboxio import Outbox, Transaction, TransactionEnded
 from tests.kit.app import WALLETS, Look, WalletOpened
+from tests.kit.marks import needs_asyncpg
 from tests.kit.probes import add_wallet, balances, directly, doing, written
 
 pytestmark = pytest.mark.with_tables
@@ -100,6 +101,7 @@ async def test_a_backslash_hides_a_quote_where_the_session_says_so(postgres_url:
     assert len(await look.fetch("SELECT * FROM own")) == 1
 
 
+@needs_asyncpg
 async def test_behind_the_back_of_tx_several_statements_end_nothing_either(postgres_url: str) -> None:
     """A COMMIT alone is noticed afterwards. A BEGIN behind the COMMIT would hide it."""
     look = Look(postgres_url)

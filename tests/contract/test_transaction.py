@@ -13,7 +13,7 @@ import pytest
 
 from outboxio import ConcurrentUse, Outbox, Settings, Transaction, TransactionClosed, TransactionEnded
 from tests.kit.app import Look, WalletOpened
-from tests.kit.marks import needs_own_pool
+from tests.kit.marks import needs_asyncpg, needs_own_pool
 from tests.kit.opened_by import BY_ENGINE
 from tests.kit.probes import (
     MakeOutbox,
@@ -112,6 +112,7 @@ async def test_the_drivers_connection_is_in_the_same_transaction(outbox: Outbox,
 # --- events are written last, and at once --------------------------------------------------------------
 
 
+@needs_asyncpg
 async def test_all_events_are_written_in_one_statement_just_before_commit(outbox: Outbox, look: Look) -> None:
     for number in (1, 3, 1000):
 
@@ -130,6 +131,7 @@ async def test_all_events_are_written_in_one_statement_just_before_commit(outbox
     assert len(await written(look)) == 1004
 
 
+@needs_asyncpg
 async def test_a_sentinel_is_written_by_one_statement_too(outbox: Outbox) -> None:
     async def nothing(tx: Transaction) -> list[str]:
         return statements_on(tx.connection)
@@ -140,6 +142,7 @@ async def test_a_sentinel_is_written_by_one_statement_too(outbox: Outbox) -> Non
 # --- ending it -------------------------------------------------------------------------------------------
 
 
+@needs_asyncpg
 async def test_a_statement_that_would_end_the_transaction_is_refused_before_it_is_sent(
     outbox: Outbox, look: Look
 ) -> None:

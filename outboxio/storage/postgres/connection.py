@@ -36,6 +36,7 @@ LOOP_SETTINGS: Mapping[str, str] = {
     "IntervalStyle": "postgres",
     "TimeZone": "UTC",
     "extra_float_digits": "1",
+    "array_nulls": "on",
     "default_transaction_isolation": "read committed",
     "default_transaction_deferrable": "off",
     "statement_timeout": "0",
