@@ -120,9 +120,7 @@ async def test_sessions_that_the_server_ends_are_opened_again(outbox: Outbox, po
                 return False
             return True
 
-        async with asyncio.timeout(30):
-            while not await pay():  # noqa: ASYNC110  # each try is a round trip
-                await asyncio.sleep(0.05)
+        await eventually(pay)
         await eventually(lambda: handled == [1])
 
 

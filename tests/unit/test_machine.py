@@ -27,6 +27,7 @@ OWN = {
     "support/machine.py": "is the machine",
     "health/systemd.py": "the socket of systemd, which names this process of the operating system",
     "storage/connections/driver.py": "options of a driver's sockets",
+    "storage/postgres/psycopg_adapter.py": "the end of a connection whose answer is late",
     "dashboard/guard.py": "the token of a page against forged requests",
 }
 MODULES = {"time", "random", "secrets", "socket"}
