@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 from uuid import UUID
 
 
@@ -58,7 +58,7 @@ _TEXTS: dict[type, Callable[[Any], str]] = {
 
 def argument(value: Any) -> Any:
     """A value as psycopg sends it. A list remains a list if it has NULL, which in a text depends on ``array_nulls``."""
-    kind: Any = type(value)
+    kind = cast("type[object]", type(value))
     if kind is int:
         return str(value)
     if kind is list or kind is tuple:
