@@ -10,10 +10,13 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
+import anyio
+import anyio.lowlevel
+import httpcore
 import pytest
 
 from outboxio import Event, Outbox
-from outboxio.integrations.webhooks import Endpoint, Webhooks, addresses
+from outboxio.integrations.webhooks import Endpoint, Webhooks, addresses, outgoing, sending
 from tests.kit.app import Look
 from tests.kit.endpoints import SECRET, receiving
 from tests.kit.programs import programs
@@ -47,6 +50,7 @@ URLS = [
     "https://127.0.0.1:PORT/\r\nX: y",
     "https://127.0.0.1\t:PORT/",
     "https://example.com/" + "a" * 2048,
+    "https://example.com/\u017f",
     "",
 ]
 
@@ -76,15 +80,15 @@ async def test_hostile_urls_reach_nothing(make_outbox: MakeOutbox, monkeypatch: 
     resolver, connected = Resolver(), list[str]()
     monkeypatch.setattr(addresses, "resolve", resolver)
     monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
-    connect = addresses.httpcore.AnyIOBackend.connect_tcp
+    connect = httpcore.AnyIOBackend.connect_tcp
 
     async def only_here(self: Any, host: str, port: int, *args: Any) -> Any:
         connected.append(host)
         if ip_address(host).is_loopback:
             return await connect(self, host, port, *args)
-        raise addresses.httpcore.ConnectError("the public address is not reached in a test")
+        raise httpcore.ConnectError("the public address is not reached in a test")
 
-    monkeypatch.setattr(addresses.httpcore.AnyIOBackend, "connect_tcp", only_here)
+    monkeypatch.setattr(httpcore.AnyIOBackend, "connect_tcp", only_here)
     async with receiving("127.0.0.1") as v4, receiving("::1") as v6:
         urls = [url.replace("PORT", str(receiver.port)) for url in URLS for receiver in (v4, v6)]
         found = [Endpoint(url, [SECRET], str(number)) for number, url in enumerate(urls)]
@@ -147,3 +151,65 @@ async def test_the_certificate_has_to_be_for_the_host_name(
         assert len(receiver.requests) == is_right
         assert ("FAILED" in await look.states()) is not is_right
         await outbox.close()
+
+
+@pytest.mark.parametrize("flood", [b"HTTP/1.1 100 Go on\r\n\r\n", b"1;" + b"x" * 2000 + b"\r\na\r\n"])
+async def test_what_is_no_content_is_limited_too(make_outbox: MakeOutbox, look: Look, flood: bytes) -> None:
+    async with receiving() as receiver:
+        begin = b"" if flood.startswith(b"HTTP") else b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+        receiver.answer = begin + flood * 8000
+        outbox = await make_outbox()
+        found = [Endpoint(receiver.url, [SECRET])]
+        outbox.add_handler(Webhooks(name="hooks", types=[Shipped], endpoints=found, allow=["127.0.0.0/8"]))
+        async with outbox.transaction("ship") as tx:
+            tx.emit(Shipped(1))
+        await outbox.drain()
+        (record,) = await outbox.admin.list(handler="hooks.deliveries")
+        assert "the answer has more than 128 KiB" in str(record.errors)
+        await outbox.close()
+
+
+async def test_an_error_names_no_private_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(addresses, "resolve", Resolver())
+    with pytest.raises(httpcore.ConnectError, match=r"mixed\.example\.com has an address that is not public$"):
+        await addresses.CheckedBackend(addresses.AllowList([])).connect_tcp("mixed.example.com", 443, 5)
+
+
+async def test_pools_are_closed_once_when_many_hosts_are_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sending, "MOST_POOLS", 2)
+    close = httpcore.AsyncConnectionPool.aclose
+
+    async def slowly(self: Any) -> None:
+        await anyio.lowlevel.checkpoint()
+        await close(self)
+
+    monkeypatch.setattr(httpcore.AsyncConnectionPool, "aclose", slowly)
+    async with receiving("0.0.0.0") as receiver:
+        sender = sending.Sender(10, 10, ["127.0.0.0/8"])
+        for _ in range(2):
+            async with anyio.create_task_group() as tasks:
+                for number in range(1, 20):
+                    url = f"http://127.0.0.{number}:{receiver.port}/"
+                    tasks.start_soon(sender.send, Endpoint(url, [SECRET]), "msg", "{}")
+        assert len(receiver.requests) == 38
+        await sender.close()
+
+
+def test_allowed_names_and_networks_may_come_in_any_case_and_once() -> None:
+    allowed = addresses.AllowList(iter(["Billing.Internal", "10.0.0.0/8"]))
+    assert allowed.admits("billing.internal", None)
+    assert allowed.admits("x", ip_address("10.1.1.1"))
+
+
+async def test_a_process_forgets_endpoints_that_it_does_not_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outgoing, "LANES", 2)
+    (deliveries,) = Webhooks(name="hooks", types=[Shipped], endpoints=[]).companions()
+    find: Any = deliveries._lane  # type: ignore[attr-defined]
+    failing = find("failing")
+    failing.failed(OSError())
+    failing.failed(OSError())
+    for number in range(5):
+        find(str(number))
+    assert find("failing") is failing
+    assert find("4") is not find("0")
+    assert len(deliveries._lanes) < 5  # type: ignore[attr-defined]

@@ -280,6 +280,88 @@ class TestFailures:
             await outbox.close()
 
 
+@pytest.mark.above_statements
+class TestDisabling:
+    RETRY = RetryPolicy(max_attempts=2, base="1m")
+
+    @staticmethod
+    async def _disabled(look: Look) -> int:
+        return sum(row["event_type"] == "WebhookEndpointDisabled" for row in await look.events())
+
+    async def test_a_restart_does_not_disable_a_working_endpoint(
+        self, make_outbox: MakeOutbox, look: Look, clock: MovableClock
+    ) -> None:
+        async with receiving() as receiver:
+            receiver.answers, found = [answer(500), OK, answer(500)], [Endpoint(receiver.url, [SECRET])]
+            outbox = await hooks(make_outbox, found, clock, retry=self.RETRY)
+            await ship(outbox, 1)
+            await outbox.drain()
+            clock.advance("30s")
+            await ship(outbox, 2)
+            await outbox.drain()
+            await outbox.close()
+            outbox = await hooks(make_outbox, found, clock, retry=self.RETRY)
+            clock.advance("1m")
+            await outbox.drain()
+
+            assert await look.states() == {"DEAD": 1, "SUCCEEDED": 3}
+            assert await self._disabled(look) == 0
+            await outbox.close()
+
+    async def test_errors_of_the_lookup_disable_no_endpoint(
+        self, make_outbox: MakeOutbox, look: Look, clock: MovableClock
+    ) -> None:
+        found = [[Endpoint("https://a.example", [SECRET])]]
+        outbox = await hooks(make_outbox, lambda envelope: found.pop(), clock, retry=self.RETRY)
+        await ship(outbox, 1)
+        await outbox.drain()
+        clock.advance("2m")
+        await outbox.drain()
+
+        assert await look.states() == {"DEAD": 1, "SUCCEEDED": 1}
+        assert await self._disabled(look) == 0
+        await outbox.close()
+
+    async def test_handlers_of_all_events_get_no_deliveries(
+        self, make_outbox: MakeOutbox, look: Look, clock: MovableClock
+    ) -> None:
+        async with receiving() as receiver:
+            receiver.answer = answer(410)
+            outbox, journal = await make_outbox(clock=clock), Journal()
+            outbox.handler(Event, name="audit")(journal)
+            for name in ("one", "two"):
+                found = [Endpoint(receiver.url, [SECRET], "a")]
+                outbox.add_handler(Webhooks(name=name, types=[Event], endpoints=found, allow=LOCAL))
+            await ship(outbox, 1)
+            for _ in range(3):
+                await outbox.drain()
+                clock.advance("1h")
+
+            assert len(receiver.requests) == 2
+            assert [envelope.event_type for envelope in journal.envelopes] == [
+                "OrderShipped", "WebhookEndpointDisabled", "WebhookEndpointDisabled",
+            ]  # fmt: skip
+            await outbox.close()
+
+
+async def test_endpoints_with_the_same_url_are_one_with_all_secrets(make_outbox: MakeOutbox) -> None:
+    async with receiving() as receiver:
+        found = [Endpoint(receiver.url, [SECRET]), Endpoint(receiver.url, iter([OTHER_SECRET, SECRET]))]  # type: ignore[arg-type]
+        outbox = await hooks(make_outbox, found)
+        await ship(outbox, 1)
+        await outbox.drain()
+        (request,) = receiver.requests
+        for secret in (SECRET, OTHER_SECRET):
+            Webhook(secret).verify(request.body, request.headers)
+        await outbox.close()
+
+
+def test_two_urls_with_the_same_id_are_refused() -> None:
+    found = [Endpoint("https://a.example", [SECRET], "1"), Endpoint("https://b.example", [SECRET], "1")]
+    with pytest.raises(ConfigurationError, match="two URLs for the id '1'"):
+        Webhooks(name="hooks", types=[OrderShipped], endpoints=found)
+
+
 @pytest.mark.parametrize(("option", "value", "told"), [
     ("endpoints", "https://a.example", "expected Endpoint objects"), ("allow", "10.0.0.0/8", "is one string"),
     ("allow", ["http://a"], "expected networks"), ("time_out", 3, "did you mean 'timeout'"),
@@ -298,4 +380,5 @@ def test_an_endpoint_names_what_is_wrong_without_its_secrets(secrets: Any, id: A
     with pytest.raises(ConfigurationError, match=told) as raised:
         Endpoint("https://a.example/t0ken", secrets, id)
     assert SECRET not in str(raised.value)
-    assert "t0ken" not in repr(Endpoint("https://a.example/t0ken", [SECRET]))
+    for url in ("https://a.example/t0ken", "https://a.example?t0ken", "https://me:t0ken@a.example/"):
+        assert repr(Endpoint(url, [SECRET], "1")) == "<Endpoint 1 of 'a.example'>"

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import re
 import socket
+import ssl
 from collections.abc import Iterable
 from functools import partial
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
-from typing import cast
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import anyio
@@ -24,6 +25,7 @@ from outboxio.errors import ConfigurationError, Unprocessable
 LONGEST_URL = 2048
 MOST_TRIED = 3  # addresses of a host name
 MOST_RESOLVING = 32  # host names that are resolved at the same time
+MOST_RECEIVED = 128 * 1024  # bytes of an answer, with all that HTTP puts around it
 
 Address = IPv4Address | IPv6Address
 
@@ -37,7 +39,11 @@ _UNICAST = ip_network("2000::/3")  # without IPv4-mapped and -compatible address
 
 _is_name = re.compile(r"(?:[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?\.)+[a-z][a-z0-9-]{0,61}[a-z0-9]").fullmatch
 _is_word = re.compile(r"[A-Za-z][A-Za-z0-9-]*").fullmatch
-_is_plain = re.compile(r"[!#-;=?-\[\]_a-z~]+", re.IGNORECASE).fullmatch  # no blanks, backslashes or controls
+_is_plain = re.compile(r"[!#-;=?-\[\]_a-z~]+").fullmatch  # ASCII without blanks, backslashes and controls
+
+
+class UrlRefused(Unprocessable):
+    """The URL of an endpoint is never requested."""
 
 
 class AllowList:
@@ -49,9 +55,10 @@ class AllowList:
     def __init__(self, allow: Iterable[str]) -> None:
         if isinstance(allow, str):
             raise ConfigurationError(f"allow={allow!r} is one string; give a list: [{allow!r}]")
-        names = {entry.lower() for entry in allow if _is_name(str(entry).lower()) or _is_word(str(entry))}
+        entries = [str(entry).lower() for entry in allow]
+        names = {entry for entry in entries if _is_name(entry) or _is_word(entry)}
         try:
-            self._networks = [ip_network(entry) for entry in allow if entry not in names]
+            self._networks = [ip_network(entry) for entry in entries if entry not in names]
         except ValueError as error:
             raise ConfigurationError(f"allow: {error}; expected networks as '10.0.0.0/8', and host names") from None
         self._names = names
@@ -69,7 +76,7 @@ def is_public(address: Address) -> bool:
 
 
 def checked_url(url: str, allowed: AllowList) -> httpcore.URL:
-    """The URL to request. Raises :class:`~outboxio.Unprocessable` for a URL that is never requested."""
+    """The URL to request. Raises :class:`UrlRefused` for a URL that is never requested."""
     if len(url) > LONGEST_URL:
         raise _refused(f"it has {len(url)} characters, and {LONGEST_URL} are allowed")
     if not _is_plain(url):
@@ -96,8 +103,8 @@ def checked_url(url: str, allowed: AllowList) -> httpcore.URL:
     return httpcore.URL(scheme=parts.scheme, host=host, port=port, target=target)
 
 
-def _refused(reason: str) -> Unprocessable:
-    return Unprocessable(f"the URL of the endpoint is refused: {reason}")
+def _refused(reason: str) -> UrlRefused:
+    return UrlRefused(f"the URL of the endpoint is refused: {reason}")
 
 
 def _address(host: str) -> Address | None:
@@ -133,11 +140,46 @@ class CheckedBackend(httpcore.AsyncNetworkBackend):
             addresses = [host] if _address(host) else await resolve(host, port, self._limiter)
             for address in addresses:
                 if not (is_public(ip_address(address)) or self._allowed.admits(host, ip_address(address))):
-                    raise httpcore.ConnectError(f"{host} resolves to {address}, which is not a public address")
+                    # Without the address: customers may read the error, and must not explore internal names.
+                    raise httpcore.ConnectError(f"{host} has an address that is not public")
             failure: Exception = httpcore.ConnectError(f"{host} has no address")
             for address in addresses[:MOST_TRIED]:
                 try:
-                    return await self._backend.connect_tcp(address, port, timeout, local_address, socket_options)
+                    stream = await self._backend.connect_tcp(address, port, timeout, local_address, socket_options)
+                    return _Limited(stream)
                 except (httpcore.ConnectError, httpcore.ConnectTimeout) as error:
                     failure = error
             raise failure
+
+
+class _Limited(httpcore.AsyncNetworkStream):
+    """A connection that receives a limited number of bytes after each write.
+
+    Nothing else limits what is no content, such as answers 100, which would keep the event loop busy.
+    """
+
+    def __init__(self, stream: httpcore.AsyncNetworkStream) -> None:
+        self._stream = stream
+        self._left = MOST_RECEIVED
+
+    async def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        received = await self._stream.read(min(max_bytes, self._left + 1), timeout)
+        self._left -= len(received)
+        if self._left < 0:
+            raise httpcore.ReadError(f"the answer has more than {MOST_RECEIVED // 1024} KiB")
+        return received
+
+    async def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        self._left = MOST_RECEIVED
+        await self._stream.write(buffer, timeout)
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
+
+    async def start_tls(
+        self, ssl_context: ssl.SSLContext, server_hostname: str | None = None, timeout: float | None = None
+    ) -> httpcore.AsyncNetworkStream:
+        return _Limited(await self._stream.start_tls(ssl_context, server_hostname, timeout))
+
+    def get_extra_info(self, info: str) -> Any:
+        return self._stream.get_extra_info(info)

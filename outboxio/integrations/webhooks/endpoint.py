@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncGenerator, Sequence
+import re
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from datetime import datetime
 from typing import Any, cast
@@ -22,6 +23,7 @@ from outboxio.support.text import briefly
 MODEL = "WebhookEndpoint"
 """The model type of deliveries; the model id is the id of the endpoint."""
 
+LANES = 10_000  # endpoints that a process knows, and more only while they are in use
 REQUESTS = 4  # under way at the same time, for each endpoint and process
 FAST, MOST_INSIDE = 0.1, 32  # an endpoint that answers within FAST seconds may have some deliveries wait for a request
 OPENS_AFTER = 2  # failures in a row
@@ -51,8 +53,10 @@ class Endpoint(Struct, frozen=True):
         given: Any = self  # callers may not be typed
         if not isinstance(given.url, str):
             raise ConfigurationError(f"url of endpoint {self.id!r} is {briefly(self.url)}; expected a string")
-        if isinstance(given.secrets, str | bytes) or not given.secrets:
+        listed = tuple(given.secrets) if isinstance(given.secrets, Iterable) else ()  # an iterator is read once
+        if isinstance(given.secrets, str | bytes) or not listed:
             raise ConfigurationError(f"endpoint {self!r} needs a list of at least one secret, as in secrets=[secret]")
+        force_setattr(self, "secrets", listed)
         for secret in self.secrets:
             try:
                 Webhook(secret)
@@ -62,7 +66,7 @@ class Endpoint(Struct, frozen=True):
             raise ConfigurationError(
                 f"id of endpoint {self!r} is {briefly(self.id)}; expected text of 1 to {NAME_LENGTH} characters"
             )
-        force_setattr(self, "id", self.id or hashlib.sha256(self.url.encode()).hexdigest()[:24])
+        force_setattr(self, "id", self.id or hashlib.sha256(self.url.encode(errors="replace")).hexdigest()[:24])
 
     @property
     def key(self) -> str:
@@ -74,8 +78,9 @@ class Endpoint(Struct, frozen=True):
         """The value of ``webhook-signature``: a signature for each secret."""
         return " ".join(Webhook(secret).sign(message_id, now, body) for secret in self.secrets)
 
-    def __repr__(self) -> str:  # without secrets, and without the path, which may be one
-        return f"<Endpoint {self.id} of {self.url.partition('//')[2].partition('/')[0][-80:]!r}>"
+    def __repr__(self) -> str:  # without secrets, and of the URL only the host: password, path and query may be one
+        host = re.split(r"[/?#\\]", self.url.partition("//")[2])[0].rpartition("@")[2]
+        return f"<Endpoint {self.id} of {host[-80:]!r}>"
 
 
 class WebhookEndpointDisabled(Event, frozen=True):
@@ -121,6 +126,10 @@ class Lane:
         self._pause = self._planned = 0.0
         self._reason = ""
         self._disabled_by: UUID | None = None
+
+    def is_idle(self) -> bool:
+        """True if nothing is lost with this object but figures: no requests, no pause, no deliveries that wait."""
+        return not self._inside and max(self._open_until, self._planned) <= _now()
 
     @asynccontextmanager
     async def request(self) -> AsyncGenerator[None]:

@@ -8,7 +8,6 @@ own attempts, and an endpoint that is down delays no other.
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack
 from datetime import datetime, timedelta
@@ -22,10 +21,20 @@ from msgspec.structs import replace
 from outboxio.errors import ConfigurationError, HandlerFailed, Unprocessable
 from outboxio.handlers.handler import EventHandler
 from outboxio.handlers.options import Batch
-from outboxio.integrations.webhooks.endpoint import MODEL, DeliveryPostponed, Endpoint, Lane, WebhookEndpointDisabled
+from outboxio.integrations.webhooks.addresses import UrlRefused
+from outboxio.integrations.webhooks.endpoint import (
+    LANES,
+    MODEL,
+    DeliveryPostponed,
+    Endpoint,
+    Lane,
+    WebhookEndpointDisabled,
+)
 from outboxio.integrations.webhooks.sending import DeliveryFailed, EndpointGone, Sender
+from outboxio.model.decorated import event
 from outboxio.model.envelope import EventEnvelope
-from outboxio.model.event import Event, type_names, upcasters_of, version_of, with_subclasses
+from outboxio.model.event import type_names, upcasters_of, version_of, with_subclasses
+from outboxio.model.operating.groups import Filter
 from outboxio.model.payloads.classes import decoder_of, upcasting
 from outboxio.model.retry import Backoff, RetryPolicy
 from outboxio.support.signature import is_async
@@ -70,8 +79,12 @@ class WebhookOptions(TypedDict, total=False):
     since: datetime | Literal["now"] | None
 
 
-class WebhookDelivery(Event, frozen=True, type_name="outboxio.WebhookDelivery"):
-    """An event that an endpoint should get. Holds no URL and no secrets: both are looked up at each attempt."""
+@event("outboxio.WebhookDelivery")
+class WebhookDelivery(msgspec.Struct, frozen=True):
+    """An event that an endpoint should get. Holds no URL and no secrets: both are looked up at each attempt.
+
+    Not a subclass of ``Event``: handlers of ``Event`` get all events, and these may be ``Webhooks`` themselves.
+    """
 
     endpoint_id: str
     event_id: UUID
@@ -133,6 +146,8 @@ class Webhooks(EventHandler[Any]):
         for envelope in envelopes:
             body = _body(envelope)
             for endpoint in await self.endpoints_of(envelope):
+                if (envelope.model_type, envelope.model_id) == (MODEL, endpoint.key):
+                    continue  # not to an endpoint that it is disabled, which would disable it again
                 delivery = WebhookDelivery(
                     endpoint.key, envelope.event_id, envelope.event_type, envelope.event_version, envelope.model_id,
                     envelope.model_type, body,
@@ -196,7 +211,7 @@ class _Deliveries(EventHandler[WebhookDelivery]):
         self._sender = Sender(
             options.get("timeout", 15.0), options.get("connect_timeout", 5.0), options.get("allow", ())
         )
-        self._lanes = defaultdict[str, Lane](Lane)
+        self._lanes: dict[str, Lane] = {}  # the least recently used first
         name, *aliases = [name + SUFFIX for name in (webhooks.name, *webhooks.aliases)]
         ordered = options.get("ordered", False)
         self.__dict__.update(
@@ -209,7 +224,7 @@ class _Deliveries(EventHandler[WebhookDelivery]):
     async def handle(self, envelope: EventEnvelope[WebhookDelivery]) -> None:
         """Make one request. An error says what follows: another attempt, a later one, or none."""
         delivery = envelope.event
-        lane = self._lanes[delivery.endpoint_id]
+        lane = self._lane(delivery.endpoint_id)
         async with lane.request():
             endpoint = await self._webhooks.endpoint(envelope)
             if endpoint is None:
@@ -228,14 +243,34 @@ class _Deliveries(EventHandler[WebhookDelivery]):
     ) -> None:
         """Disable an endpoint that is gone, or has had no success since the event of this delivery."""
         delivery: Any = envelope.event  # None if it cannot be decoded
-        if delivery is None or error.type.endswith(EndpointMissing.__name__):
+        if delivery is None or not error.type.endswith(_OF_ENDPOINTS):  # such as an error of the callable endpoints
             return
-        lane = self._lanes[delivery.endpoint_id]
-        has_worked = lane.succeeded_date is not None and lane.succeeded_date > envelope.event_date  # with a later event
-        is_gone = error.type.endswith(EndpointGone.__name__)
-        if (is_gone or not has_worked) and lane.disable(envelope.notification_id, error.message):
+        lane, is_gone = self._lane(delivery.endpoint_id), error.type.endswith(EndpointGone.__name__)
+        if not is_gone and await self._has_worked(lane, envelope):
+            return
+        if lane.disable(envelope.notification_id, error.message):
             disabled = WebhookEndpointDisabled(delivery.endpoint_id, error.message)
             envelope.emit(disabled, model_id=delivery.endpoint_id, model_type=MODEL)
+
+    async def _has_worked(self, lane: Lane, envelope: EventEnvelope[WebhookDelivery]) -> bool:
+        """True if the endpoint took a later event, or any event in another process or before a restart."""
+        if lane.succeeded_date is not None and lane.succeeded_date > envelope.event_date:
+            return True
+        taken = Filter(
+            states=["SUCCEEDED"], handler=self.name, model_id=envelope.event.endpoint_id, since=envelope.event_date
+        )
+        outbox: Any = envelope._context.outbox
+        page = await outbox.admin.list(taken, 1, documents=False, shard=envelope.shard)
+        return bool(page) or page.next is not None  # the read has ended before the list
+
+    def _lane(self, endpoint_id: str) -> Lane:
+        known = self._lanes.pop(endpoint_id) if endpoint_id in self._lanes else None  # the newest is at the end
+        lane = self._lanes[endpoint_id] = known or Lane()
+        if len(self._lanes) > LANES:
+            oldest = next(iter(self._lanes))
+            if not (unused := self._lanes.pop(oldest)).is_idle():
+                self._lanes[oldest] = unused
+        return lane
 
     async def close(self) -> None:
         self._lanes.clear()
@@ -246,13 +281,23 @@ class EndpointMissing(Unprocessable):
     """The endpoint of a delivery is not among the endpoints of its event any more."""
 
 
+_OF_ENDPOINTS = tuple(cls.__name__ for cls in (DeliveryFailed, DeliveryPostponed, EndpointGone, UrlRefused))
+
+
 def checked_endpoints(given: Any) -> list[Endpoint]:
-    """The endpoints as a list. :class:`~outboxio.ConfigurationError` for anything else."""
+    """The endpoints as a list, each id once. :class:`~outboxio.ConfigurationError` for anything else."""
     found: list[Any] = list(given) if isinstance(given, Iterable) else [given]  # pyright: ignore[reportUnknownArgumentType]
     for one in found:
         if not isinstance(one, Endpoint):
             raise ConfigurationError(f"endpoints= has {briefly(one)}; expected Endpoint objects, or a function of them")
-    return found
+    by_key: dict[str, Endpoint] = {}
+    for one in cast("list[Endpoint]", found):
+        other = by_key.setdefault(one.key, one)
+        if other.url != one.url:
+            raise ConfigurationError(f"endpoints= has two URLs for the id {one.key!r}; give each endpoint its own id")
+        if other is not one:  # two rows of customers with the same URL
+            by_key[one.key] = Endpoint(one.url, list(dict.fromkeys([*other.secrets, *one.secrets])), one.key)
+    return list(by_key.values())
 
 
 def _body(envelope: Envelope) -> str:

@@ -74,7 +74,8 @@ class Sender:
             ("webhook-signature", endpoint.signature(message_id, now, body)),
         ]  # fmt: skip
         async with asyncio.timeout(self.timeout):
-            pool, content = await self._pool(str(url.origin)), body.encode()
+            await self._close_oldest()
+            pool, content = self._pool(str(url.origin)), body.encode()  # no await before the request: it looks unused
             async with pool.stream("POST", url, headers=headers, content=content, extensions=self._limits) as response:
                 found = {name.lower(): value for name, value in response.headers}
                 answer = b""
@@ -86,17 +87,21 @@ class Sender:
         text = one_line(answer[: MOST_SHOWN * 4].decode(errors="replace"), MOST_SHOWN)
         return response.status, None if retry_after is None else retry_after.decode("latin-1"), text
 
-    async def _pool(self, origin: str) -> httpcore.AsyncConnectionPool:
+    def _pool(self, origin: str) -> httpcore.AsyncConnectionPool:
         """The connections to a host. A pool of its own for each, because a pool looks at all of its connections for
         each request."""
         pool = self._pools.pop(origin, None) or httpcore.AsyncConnectionPool(
             network_backend=self._backend, max_connections=None, keepalive_expiry=IDLE, ssl_context=self._ssl
         )
         self._pools[origin] = pool
-        for oldest, idle in list(self._pools.items())[:-MOST_POOLS]:
-            if all(connection.is_idle() for connection in idle.connections):
-                await self._pools.pop(oldest).aclose()
         return pool
+
+    async def _close_oldest(self) -> None:
+        for oldest, idle in list(self._pools.items())[:-MOST_POOLS]:
+            is_there = self._pools.get(oldest) is idle  # a task beside this one may have closed it
+            if is_there and all(connection.is_idle() for connection in idle.connections):
+                del self._pools[oldest]
+                await idle.aclose()
 
     async def close(self) -> None:
         pools = list(self._pools.values())
