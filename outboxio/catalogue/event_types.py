@@ -14,6 +14,8 @@ from outboxio.handlers.handler import Handler
 from outboxio.model.event import EventTypes, type_name, type_names, upcasters_of, version_of
 from outboxio.model.payloads.classes import AnyEvent
 
+INTERNAL = "outboxio."  # begins the names of event types and topics that only the outbox uses, such as for webhooks
+
 
 class Relaying(Struct, frozen=True):
     """A relay of an event type."""
@@ -43,15 +45,21 @@ class EventType(Struct, frozen=True, kw_only=True):
 
 def classes_of(handlers: Iterable[Handler], types: EventTypes) -> dict[str, type[AnyEvent]]:
     """The event classes that an outbox knows, by type name: those of its handlers, and those it registered."""
-    known = {cls for handler in handlers for cls in handler.accepts()} | set(types)
+    found = {cls for handler in handlers for cls in handler.accepts()} | set(types)
+    known = [cls for cls in found if not type_name(cls).startswith(INTERNAL)]
     return {type_name(cls): cls for cls in sorted(known, key=lambda cls: (cls.__module__, cls.__qualname__))}
+
+
+def without_internal(handlers: Iterable[Handler]) -> list[Handler]:
+    """The handlers, without those of internal topics."""
+    return [handler for handler in handlers if not (handler.topic or "").startswith(INTERNAL)]
 
 
 def event_types(
     handlers: Iterable[Handler], types: EventTypes, namespace: str, emitted_by: Mapping[str, Iterable[str]]
 ) -> list[EventType]:
     """The event types of an outbox by name: those with a class, and those that code names by their stored names."""
-    registry = list(handlers)
+    registry = without_internal(handlers)
     classes = classes_of(registry, types)
     stored = {name: cls for cls in classes.values() for name in type_names(cls)}
     wanted: dict[str, list[Handler]] = {name: [] for name in classes}

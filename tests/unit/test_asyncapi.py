@@ -25,6 +25,7 @@ from outboxio import Event, EventEnvelope, Outbox
 from outboxio.catalogue.lock import Lock, lock_text, locked
 from outboxio.integrations.kafka import KafkaRelay
 from outboxio.integrations.nats import NatsRelay
+from outboxio.integrations.webhooks import Webhooks
 from tests.kit.event_catalogue import types_of
 from tests.kit.sources import ROOT
 
@@ -217,6 +218,20 @@ def test_a_handler_of_a_topic_receives_on_a_channel_of_the_topic() -> None:
     refuse_invalid(document)
     assert document["channels"]["topic.audit"]["address"] == "audit"
     assert document["operations"]["receive.archive.topic.audit"]["x-outboxio-handler"] == "archive"
+
+
+def test_deliveries_of_webhooks_are_not_in_the_catalogue() -> None:
+    class Paid(Event):
+        order: int
+
+    outbox = Outbox("sqlite://", namespace="shop")
+    outbox.add_handler(Webhooks(name="hooks", types=[Paid], endpoints=[]))
+
+    document = outbox.catalogue()
+
+    refuse_invalid(document)
+    assert list(document["channels"]) == ["Paid"]
+    assert list(document["operations"]) == ["receive.hooks.Paid"]
 
 
 def test_a_lock_file_adds_the_messages_of_older_versions(tmp_path: Path) -> None:

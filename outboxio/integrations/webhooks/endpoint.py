@@ -84,7 +84,7 @@ class Endpoint(Struct, frozen=True):
 
 
 class WebhookEndpointDisabled(Event, frozen=True):
-    """An endpoint has answered 410, or its deliveries have failed until the end of their retries.
+    """An endpoint has answered 410, its URL is refused, or its deliveries have failed until the end of their retries.
 
     Handle the event to mark your row of the endpoint, so that ``endpoints`` does not return it any more. ``reason`` is
     a sentence for the customer.
