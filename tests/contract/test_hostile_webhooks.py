@@ -175,6 +175,20 @@ async def test_an_error_names_no_private_address(monkeypatch: pytest.MonkeyPatch
         await addresses.CheckedBackend(addresses.AllowList([])).connect_tcp("mixed.example.com", 443, 5)
 
 
+async def test_an_address_that_drops_packets_leaves_time_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = dict[str, float | None]()
+
+    async def connect(self: Any, host: str, port: int, timeout: float | None, *args: Any) -> Any:
+        tried[host] = timeout
+        raise httpcore.ConnectTimeout
+
+    monkeypatch.setattr(httpcore.AnyIOBackend, "connect_tcp", connect)
+    monkeypatch.setattr(addresses, "resolve", Resolver(**{"two.example.com": ["2606:4700::1111", "1.1.1.1"]}))
+    with pytest.raises(httpcore.ConnectTimeout):
+        await addresses.CheckedBackend(addresses.AllowList([])).connect_tcp("two.example.com", 443, 5)
+    assert tried == {"2606:4700::1111": 2.5, "1.1.1.1": 2.5}
+
+
 async def test_pools_are_closed_once_when_many_hosts_are_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sending, "MOST_POOLS", 2)
     close = httpcore.AsyncConnectionPool.aclose

@@ -142,14 +142,16 @@ class CheckedBackend(httpcore.AsyncNetworkBackend):
                 if not (is_public(ip_address(address)) or self._allowed.admits(host, ip_address(address))):
                     # Without the address: customers may read the error, and must not explore internal names.
                     raise httpcore.ConnectError(f"{host} has an address that is not public")
-            failure: Exception = httpcore.ConnectError(f"{host} has no address")
-            for address in addresses[:MOST_TRIED]:
+            failure: Exception | None = None
+            tried = addresses[:MOST_TRIED]
+            share = timeout and timeout / max(len(tried), 1)  # an address that drops packets leaves time for the next
+            for address in tried:
                 try:
-                    stream = await self._backend.connect_tcp(address, port, timeout, local_address, socket_options)
+                    stream = await self._backend.connect_tcp(address, port, share, local_address, socket_options)
                     return _Limited(stream)
                 except (httpcore.ConnectError, httpcore.ConnectTimeout) as error:
                     failure = error
-            raise failure
+            raise failure or httpcore.ConnectError(f"{host} has no address")
 
 
 class _Limited(httpcore.AsyncNetworkStream):
