@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import ssl
 import subprocess
+import threading
 from collections.abc import Awaitable, Callable
 from ipaddress import ip_address
 from pathlib import Path
@@ -17,7 +18,7 @@ import pytest
 
 from outboxio import Event, Outbox
 from outboxio.integrations.webhooks import Endpoint, Webhooks, addresses, outgoing, sending
-from tests.kit.app import Look
+from tests.kit.app import Look, eventually
 from tests.kit.endpoints import SECRET, receiving
 from tests.kit.programs import programs
 
@@ -187,6 +188,25 @@ async def test_an_address_that_drops_packets_leaves_time_for_the_next(monkeypatc
     with pytest.raises(httpcore.ConnectTimeout):
         await addresses.CheckedBackend(addresses.AllowList([])).connect_tcp("two.example.com", 443, 5)
     assert tried == {"2606:4700::1111": 2.5, "1.1.1.1": 2.5}
+
+
+async def test_slow_name_servers_delay_no_other_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    answered, asked = threading.Event(), list[str]()
+
+    def getaddrinfo(host: str, port: int, **options: Any) -> list[Any]:
+        asked.append(host)
+        if host != "good.example.com":
+            answered.wait(60)
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("1.1.1.1", port))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    limiter = anyio.CapacityLimiter(addresses.MOST_RESOLVING)
+    async with anyio.create_task_group() as tasks:
+        for number in range(100):
+            tasks.start_soon(addresses.resolve, f"slow{number}.example.com", 443, limiter)
+        await eventually(lambda: len(asked) >= 32)
+        assert await addresses.resolve("good.example.com", 443, limiter) == ["1.1.1.1"]
+        answered.set()
 
 
 async def test_pools_are_closed_once_when_many_hosts_are_in_use(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from outboxio.errors import ConfigurationError, Unprocessable
 
 LONGEST_URL = 2048
 MOST_TRIED = 3  # addresses of a host name
-MOST_RESOLVING = 32  # host names that are resolved at the same time
+MOST_RESOLVING = 256  # threads that resolve names at the same time: name servers of customers may keep many waiting
 MOST_RECEIVED = 128 * 1024  # bytes of an answer, with all that HTTP puts around it
 
 Address = IPv4Address | IPv6Address
