@@ -126,8 +126,8 @@ def _rewritten(node: Any, names: Mapping[str, str]) -> Any:
     if not is_object(node):
         return node
     found = {key: _rewritten(value, names) for key, value in node.items()}
-    if isinstance(reference := found.get("$ref"), str):
-        found["$ref"] = f"#/components/schemas/{names[reference.removeprefix(_DEFS)]}"
+    if isinstance(reference := found.get("$ref"), str) and (name := names.get(reference.removeprefix(_DEFS))):
+        found["$ref"] = f"#/components/schemas/{name}"
     if isinstance(as_schema(found.get("discriminator")).get("propertyName"), str):
         del found["discriminator"]
     if isinstance(found.get("prefixItems"), list):

@@ -14,8 +14,6 @@ from outboxio.handlers.handler import Handler
 from outboxio.model.event import EventTypes, type_name, type_names, upcasters_of, version_of
 from outboxio.model.payloads.classes import AnyEvent
 
-INTERNAL = "outboxio."  # begins the names of event types and topics that only the outbox uses, such as for webhooks
-
 
 class Relaying(Struct, frozen=True):
     """A relay of an event type."""
@@ -45,21 +43,25 @@ class EventType(Struct, frozen=True, kw_only=True):
 
 def classes_of(handlers: Iterable[Handler], types: EventTypes) -> dict[str, type[AnyEvent]]:
     """The event classes that an outbox knows, by type name: those of its handlers, and those it registered."""
-    found = {cls for handler in handlers for cls in handler.accepts()} | set(types)
-    known = [cls for cls in found if not type_name(cls).startswith(INTERNAL)]
+    known = {cls for handler in handlers for cls in handler.accepts()} | set(types)
     return {type_name(cls): cls for cls in sorted(known, key=lambda cls: (cls.__module__, cls.__qualname__))}
 
 
-def without_internal(handlers: Iterable[Handler]) -> list[Handler]:
-    """The handlers, without those of internal topics."""
-    return [handler for handler in handlers if not (handler.topic or "").startswith(INTERNAL)]
+def is_internal(name: str) -> bool:
+    """True for the name of an event type or topic that only outboxio uses, as for deliveries of webhooks."""
+    return name.startswith("outboxio.")
+
+
+def published(types: Iterable[EventType]) -> list[EventType]:
+    """The event types without the internal types."""
+    return [one for one in types if not is_internal(one.name)]
 
 
 def event_types(
     handlers: Iterable[Handler], types: EventTypes, namespace: str, emitted_by: Mapping[str, Iterable[str]]
 ) -> list[EventType]:
     """The event types of an outbox by name: those with a class, and those that code names by their stored names."""
-    registry = without_internal(handlers)
+    registry = list(handlers)
     classes = classes_of(registry, types)
     stored = {name: cls for cls in classes.values() for name in type_names(cls)}
     wanted: dict[str, list[Handler]] = {name: [] for name in classes}

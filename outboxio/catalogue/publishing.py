@@ -46,14 +46,14 @@ class Publishing(ABC):
             Path("asyncapi.json").write_text(json.dumps(document, indent=2))
         """
         from outboxio.catalogue.asyncapi import document_of
-        from outboxio.catalogue.event_types import event_types, without_internal
+        from outboxio.catalogue.event_types import event_types, is_internal, published
         from outboxio.catalogue.lock import Lock, read_lock
 
-        lock = Lock() if lock_file is None else read_lock(Path(lock_file))
-        types = event_types(self._handlers, self._types, self.namespace, emitted_by or {})
+        lock = Lock({}) if lock_file is None else read_lock(Path(lock_file))
+        types = published(event_types(self._handlers, self._types, self.namespace, emitted_by or {}))
         topics: dict[str, list[str]] = {}
-        for handler in without_internal(self._handlers):
-            if handler.topic is not None:
+        for handler in self._handlers:
+            if handler.topic is not None and not is_internal(handler.topic):
                 topics.setdefault(handler.topic, []).append(handler.name)
         older = {name: one.versions for name, one in lock.events.items()}
         return document_of(types, namespace=self.namespace, version=version, topics=topics, older=older)

@@ -207,6 +207,16 @@ def by_code(message: Any) -> str:
     return {"w-1": "first"}[message.subject]
 
 
+def test_the_deliveries_of_webhooks_are_not_published() -> None:
+    outbox = Outbox("sqlite:///unused.db", namespace="shop")
+    outbox.add_handler(Webhooks(name="hooks", types=[Placed], endpoints=lambda envelope: []))
+
+    document = outbox.catalogue()
+
+    assert list(document["channels"]) == ["Placed"]
+    assert [one["x-outboxio-handler"] for one in document["operations"].values()] == ["hooks"]
+
+
 def test_a_handler_of_a_topic_receives_on_a_channel_of_the_topic() -> None:
     outbox = Outbox("sqlite://", namespace="shop")
 
@@ -236,7 +246,7 @@ def test_deliveries_of_webhooks_are_not_in_the_catalogue() -> None:
 
 def test_a_lock_file_adds_the_messages_of_older_versions(tmp_path: Path) -> None:
     types, classes = types_of(Placed)
-    former = locked(types, Lock(), classes)
+    former = locked(types, Lock({}), classes)
     types, classes = types_of(Second)
     (tmp_path / "events.lock.json").write_bytes(lock_text(locked(types, former, classes)))
     outbox = Outbox("sqlite://", namespace="shop")
