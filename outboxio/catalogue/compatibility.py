@@ -11,12 +11,15 @@ from typing import Any
 
 from msgspec import Struct
 
-from outboxio.catalogue.schemas import ALIASES, Schema, as_schema, resolved
+from outboxio.catalogue.schemas import ALIASES, DIGITS, READS, Schema, as_schema, resolved
 
 _LOWER = ("minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties")
-_UPPER = ("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties")
+_UPPER = ("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties", *DIGITS)
 _EQUAL = ("pattern", "format", "multipleOf", "contentEncoding", "uniqueItems")
+_INSTEAD = {"minimum": "exclusiveMinimum", "maximum": "exclusiveMaximum"}
+_CHILDREN = ("properties", "additionalProperties", "propertyNames", "items", "prefixItems")
 _ANY: Schema = {}
+_KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null"}
 _PRESERVE = "keep accepting the former values"
 
 
@@ -36,7 +39,7 @@ def breaking_changes(old: Schema, new: Schema) -> list[Change]:
 class _Comparison:
     def __init__(self, old: Schema, new: Schema) -> None:
         self._old, self._new = old, new
-        self._inside: set[tuple[int, int]] = set()
+        self._known: dict[Any, list[Change]] = {}
 
     def of(self, old: Any, new: Any, path: str) -> Iterator[Change]:
         if new is False:
@@ -54,23 +57,22 @@ class _Comparison:
         if _accepts_all(new):
             return
         kind, accepted = _kind(old), _kind(new)
-        if accepted is not None and accepted != kind and (kind, accepted) != ("integer", "number"):
+        is_wider = accepted == "number" or new.get("format") == "decimal"
+        if accepted is not None and accepted != kind and not (is_wider and kind in ("integer", "number")):
             yield _lost_type(old, [new], path)
             return
         yield from _enum_changes(old, new, path)
-        if "enum" not in old:
-            yield from _bound_changes(old, new, path)
-        if kind == "object":
-            yield from self._object(old, new, path)
-        elif kind == "array":
-            yield from self._array(old, new, path)
+        yield from _bound_changes(_bounded(old), new, path)
+        if kind in ("object", "array"):
+            both = tuple((*(id(one.get(key)) for key in _CHILDREN), *one.get("required", ())) for one in (old, new))
+            if both not in self._known:  # a type that contains itself, or that several fields have
+                self._known[both] = []
+                parts = self._object if kind == "object" else self._array
+                self._known[both] = list(dict.fromkeys(parts(old, new, path)))
+            yield from self._known[both]
 
     def _object(self, old: Schema, new: Schema, path: str) -> Iterator[Change]:
         before, after = old.get("properties", {}), new.get("properties", {})
-        pair = (id(before), id(after))
-        if pair in self._inside:
-            return  # a type that contains itself
-        self._inside.add(pair)
         read_as = {alias: name for name, one in after.items() for alias in _aliases(one)} | {n: n for n in after}
         added = [name for name in after if name not in before and not any(read_as.get(o) == name for o in before)]
         for name, schema in before.items():
@@ -79,17 +81,30 @@ class _Comparison:
             else:
                 same = [one for one in added if bare(after[one]) == bare(schema)]
                 yield _removed(_joined(path, name), same[0] if same else None)
+            for alias in _aliases(schema):
+                if alias not in read_as:
+                    yield Change(_joined(path, name), f"is no longer read as {alias!r}", f"keep the alias {alias!r}")
         for name in new.get("required", ()):
             formers = [each for each in before if read_as.get(each) == name]
             if not any(each in old.get("required", ()) for each in formers):
                 told = "was made required" if formers else "was added and is required"
                 yield Change(_joined(path, name), told, "give the field a default")
-        rest_before, rest = old.get("additionalProperties", True), new.get("additionalProperties", True)
-        if rest is False and rest_before is not False:
+        yield from self._rest(old, new, path)
+
+    def _rest(self, old: Schema, new: Schema, path: str) -> Iterator[Change]:
+        """The changes of the keys that are no property of the former schema."""
+        before, after = old.get("additionalProperties", True), new.get("additionalProperties", True)
+        value = before if isinstance(before, dict) else _ANY
+        if after is False and before is not False:
             yield Change(path, "does not accept unknown fields any more", "accept unknown fields")
-        elif isinstance(rest, dict) and not after:
-            yield from self.of(rest_before if isinstance(rest_before, dict) else _ANY, rest, f"{path}[...]")
-        self._inside.discard(pair)
+        elif isinstance(after, dict) and "properties" not in new:
+            yield from self.of(value, after, f"{path}[...]")
+        if isinstance(before, dict) or "properties" not in old:  # a mapping: its rows may have any key
+            for name, schema in new.get("properties", {}).items():
+                if name not in old.get("properties", {}):
+                    yield from self.of(value, schema, _joined(path, name))
+            keys = [{"type": "string", **one.get("propertyNames", {})} for one in (old, new)]
+            yield from self.of(keys[0], keys[1], f"{path}[key]")
 
     def _array(self, old: Schema, new: Schema, path: str) -> Iterator[Change]:
         firsts, nexts = old.get("prefixItems", []), new.get("prefixItems", [])
@@ -98,7 +113,7 @@ class _Comparison:
             after = nexts[place] if place < len(nexts) else new.get("items", _ANY)
             if before is not False:
                 yield from self.of(before, after, f"{path}[{place}]")
-        if old.get("items", _ANY) is not False:
+        if old.get("items", _ANY) is not False and old.get("maxItems") != len(firsts):
             yield from self.of(old.get("items", _ANY), new.get("items", _ANY), f"{path}[]")
 
 
@@ -119,12 +134,27 @@ def _enum_changes(old: Schema, new: Schema, path: str) -> Iterator[Change]:
         yield Change(path, f"no longer accepts {_listed(gone)}", f"keep {_listed(gone)}")
 
 
+def _bounded(schema: Schema) -> Schema:
+    """The schema with the bounds of its values."""
+    values = schema.get("enum", ())
+    if values and _kind(schema) in ("integer", "number"):
+        return {**schema, "minimum": min(values), "maximum": max(values)}
+    if values and _kind(schema) == "string":
+        return {**schema, "minLength": min(map(len, values)), "maxLength": max(map(len, values))}
+    return schema
+
+
 def _bound_changes(old: Schema, new: Schema, path: str) -> Iterator[Change]:
-    for key in (*_LOWER, *_UPPER, *_EQUAL):
-        before, after = old.get(key), new.get(key)
-        if after is None or after == before:
+    for key in (*_LOWER, *_UPPER, *_EQUAL, READS):
+        before, after = old.get(key, old.get(_INSTEAD.get(key, ""))), new.get(key)
+        if after is None or after == before or (key == "format" and (READS in new or _kind(old) != "string")):
             continue
-        is_tighter = before is None or key in _EQUAL or (after > before if key in _LOWER else after < before)
+        if before is None or key in _EQUAL:
+            is_tighter = True
+        elif key == READS:
+            is_tighter = not {*before} <= {*after}
+        else:
+            is_tighter = after > before if key in _LOWER else after < before
         if is_tighter:
             was = "new" if before is None else f"was {before!r}"
             yield Change(path, f"was narrowed: {key} is {after!r} ({was})", _PRESERVE)
@@ -143,23 +173,32 @@ def _choices(given: Any, root: Schema) -> list[Schema]:
     schema = resolved(given, root)
     for key in ("anyOf", "oneOf"):
         if key in schema:
-            return [choice for each in schema[key] for choice in _choices(each, root)]
+            tag = schema.get("discriminator", {}).get("propertyName")
+            found = [choice for each in schema[key] for choice in _choices(each, root)]
+            return [_requiring(tag, each) for each in found] if tag else found
     if len(schema.get("allOf", ())) == 1:
         return _choices(schema["allOf"][0], root)
     if "const" in schema:
         schema = {**schema, "enum": [schema["const"]]}
     if isinstance(schema.get("type"), list):
         return [{**schema, "type": kind} for kind in schema["type"]]
+    if "enum" in schema and "type" not in schema:
+        kinds = {_KINDS.get(type(value)): None for value in schema["enum"]}
+        return [
+            {**schema, "type": kind, "enum": [value for value in schema["enum"] if _KINDS.get(type(value)) == kind]}
+            for kind in kinds
+        ]
     return [schema]
 
 
+def _requiring(name: str, schema: Schema) -> Schema:
+    """An alternative of a union that is told apart by this property."""
+    required = schema.get("required", ())
+    return schema if name in required or "properties" not in schema else {**schema, "required": [*required, name]}
+
+
 def _kind(schema: Schema) -> str | None:
-    if "type" in schema:
-        return str(schema["type"])
-    values = schema.get("enum", ())
-    if values and all(isinstance(value, str) for value in values):
-        return "string"
-    return "integer" if values and all(isinstance(value, int) for value in values) else None
+    return str(schema["type"]) if "type" in schema else None
 
 
 def _accepts_all(schema: Schema) -> bool:

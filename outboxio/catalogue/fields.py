@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -18,6 +19,9 @@ _LIMITS = {
 }  # fmt: skip
 
 
+_MOST = 500  # types that contain one another have fields without end
+
+
 class Field(Struct, frozen=True):
     """A field of a payload."""
 
@@ -30,8 +34,8 @@ class Field(Struct, frozen=True):
 
 
 def fields_of(schema: Schema) -> list[Field]:
-    """The fields of an object, each followed by the fields of the objects that it holds."""
-    return list(_fields(schema, schema, "", ()))
+    """The first 500 fields of an object, each followed by the fields of the objects that it holds."""
+    return list(islice(_fields(schema, schema, "", ()), _MOST))
 
 
 def _fields(given: Any, root: Schema, path: str, inside: tuple[int, ...]) -> Iterator[Field]:
@@ -46,34 +50,42 @@ def _fields(given: Any, root: Schema, path: str, inside: tuple[int, ...]) -> Ite
             yield from _fields(part, root, its_path, (*inside, id(properties)))
 
 
-def _objects(given: Any, root: Schema, path: str) -> Iterator[tuple[Schema, str]]:
-    """The objects with fields that a value may hold, each with its path."""
-    schema = resolved(given, root)
+def _objects(given: Any, root: Schema, path: str, around: tuple[str, ...] = ()) -> Iterator[tuple[Schema, str]]:
+    """The objects with fields that a value may hold, each with its path. ``around``: the references that led here."""
+    if (reference := _reference(given)) in around:
+        return
+    schema, around = resolved(given, root), (*around, *filter(None, [reference]))
     if "properties" in schema:
         yield schema, path
     for choice in (*schema.get("anyOf", ()), *schema.get("oneOf", ()), *schema.get("allOf", ())):
-        yield from _objects(choice, root, path)
+        yield from _objects(choice, root, path, around)
     if isinstance(schema.get("items"), dict):
-        yield from _objects(schema["items"], root, f"{path}[]")
+        yield from _objects(schema["items"], root, f"{path}[]", around)
     if isinstance(schema.get("additionalProperties"), dict):
-        yield from _objects(schema["additionalProperties"], root, f"{path}[...]")
+        yield from _objects(schema["additionalProperties"], root, f"{path}[...]", around)
 
 
-def _type(given: Any, root: Schema) -> str:
-    schema = resolved(given, root)
+def _reference(given: Any) -> str | None:
+    return given.get("$ref") if isinstance(given, dict) else None
+
+
+def _type(given: Any, root: Schema, around: tuple[str, ...] = ()) -> str:
+    if (reference := _reference(given)) in around:
+        return str(reference).rpartition("/")[2]
+    schema, around = resolved(given, root), (*around, *filter(None, [reference]))
     for key in ("anyOf", "oneOf", "allOf"):
         if key in schema:
-            return " or ".join(dict.fromkeys(_type(one, root) for one in schema[key]))
+            return " or ".join(dict.fromkeys(_type(one, root, around) for one in schema[key]))
     if "enum" in schema or "const" in schema:
         return " or ".join(_spelled(value) for value in schema.get("enum", [schema.get("const")]))
     kind: str | list[str] = schema.get("type", "any value")
     if kind == "array":
         if "prefixItems" in schema:
-            return f"({', '.join(_type(one, root) for one in schema['prefixItems'])})"
-        return f"list of {_type(schema.get('items', {}), root)}"
+            return f"({', '.join(_type(one, root, around) for one in schema['prefixItems'])})"
+        return f"list of {_type(schema.get('items', {}), root, around)}"
     if kind == "object":
         rest = schema.get("additionalProperties")
-        return f"mapping to {_type(rest, root)}" if isinstance(rest, dict) else str(schema.get("title", kind))
+        return f"mapping to {_type(rest, root, around)}" if isinstance(rest, dict) else str(schema.get("title", kind))
     form = schema.get("format") or schema.get("contentEncoding")
     plain = kind if isinstance(kind, str) else " or ".join(kind)
     return f"{plain} ({form})" if form else plain

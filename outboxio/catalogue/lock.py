@@ -12,7 +12,7 @@ from msgspec import Struct
 from outboxio.catalogue.compatibility import Change, bare, breaking_changes
 from outboxio.catalogue.event_types import EventType
 from outboxio.catalogue.schemas import Schema
-from outboxio.errors import ConfigurationError, InvalidEvent
+from outboxio.errors import ConfigurationError
 from outboxio.model.event import type_name, upcasters_of, version_of
 from outboxio.model.payloads.classes import AnyEvent, decoder_of, upcasting
 
@@ -33,11 +33,15 @@ class LockedType(Struct, frozen=True):
     aliases: list[str]
     versions: dict[int, LockedVersion]
 
+    def __post_init__(self) -> None:
+        if self.version not in self.versions:
+            raise ValueError(f"version {self.version} is not among the versions")
+
 
 class Lock(Struct, frozen=True):
     """A lock file: ``events.lock.json``."""
 
-    events: dict[str, LockedType] = {}
+    events: dict[str, LockedType]
     format: Literal[1] = 1
 
 
@@ -167,13 +171,14 @@ def field_in(fault: str) -> str:
 
 
 def _fault(cls: type[AnyEvent], number: int, example: dict[str, Any]) -> str | None:
-    return decoding_fault(cls, number, msgspec.json.encode(example))
+    error = decoding_error(cls, number, msgspec.json.encode(example))
+    return None if error is None else " ".join(str(error).split())
 
 
-def decoding_fault(cls: type[AnyEvent], stored: int, payload: bytes) -> str | None:
-    """Why a handler could not read a payload of a stored version; ``None`` if a handler can."""
+def decoding_error(cls: type[AnyEvent], stored: int, payload: bytes) -> Exception | None:
+    """The error of a handler that reads a payload of a stored version; ``None`` if a handler can read it."""
     try:
         upcasting(type_name(cls), decoder_of(cls), stored, version_of(cls), upcasters_of(cls))(payload)
-    except (ValueError, InvalidEvent) as error:  # the errors of msgspec and Pydantic are a ValueError
-        return " ".join(str(error).split())
+    except Exception as error:  # a rule in code may raise any error
+        return error
     return None

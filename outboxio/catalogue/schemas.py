@@ -10,7 +10,6 @@ from typing import Any, cast
 import msgspec
 from msgspec import inspect
 
-from outboxio.errors import InvalidEvent
 from outboxio.model.event import type_name
 from outboxio.model.payloads.classes import decoder_of, encoder_of
 from outboxio.model.payloads.fields import stored_class
@@ -22,7 +21,11 @@ Schema = dict[str, Any]
 _DEFS = "#/$defs/"
 ALIASES = "x-outboxio-aliases"
 """The other names under which a property is read."""
+READS = "x-outboxio-reads"
+"""What texts with dates and times are read: those with an offset, those without (``local``), or both."""
+DIGITS = ("x-outboxio-max-digits", "x-outboxio-decimal-places")
 _MOST_REPAIRS = 20
+_DEEPEST = 3  # references, below which a made-up example has required fields only
 EXAMPLES_HOOK = "__examples__"
 """The class method of an event class that returns events as examples."""
 
@@ -35,10 +38,72 @@ def schema_of(cls: Any) -> Schema:
     if is_model(cls):
         return _of_model(cls)
     [schema], parts = msgspec.json.schema_components(
-        [stored_class(cls)], schema_hook=lambda _: {}, ref_template=_DEFS + "{name}"
+        [stored_class(cls)], schema_hook=lambda part: {"title": part.__name__}, ref_template=_DEFS + "{name}"
     )
+    _complete(inspect.type_info(stored_class(cls)), schema, parts, set())
     found = _flat({**schema, "$defs": parts})
     return _in_style(found, cls) if has_style(cls) else found
+
+
+def _complete(info: Any, part: Any, parts: Schema, seen: set[int]) -> None:
+    """Add to a schema what msgspec leaves out: the format of dates and times, and of the keys of mappings."""
+    while isinstance(info, inspect.Metadata):
+        info = info.type
+    if not isinstance(part, dict):
+        return
+    part = parts.get(str(part.get("$ref", "")).removeprefix(_DEFS), part)
+    if id(part) in seen:
+        return
+    seen.add(id(part))
+    if isinstance(info, inspect.DateTimeType | inspect.TimeType):
+        kind = "datetime" if isinstance(info, inspect.DateTimeType) else "time"
+        part[READS] = [text for text, tz in ((kind, True), (f"local {kind}", False)) if info.tz in (tz, None)]
+    elif isinstance(info, inspect.DictType):
+        if (keys := _keys(info.key_type)) is not None:
+            part["propertyNames"] = keys
+        _complete(info.value_type, part.get("additionalProperties"), parts, seen)
+    elif isinstance(info, inspect.UnionType):
+        for one, choice in zip(sorted(info.types, key=_place), _leaves(part), strict=False):
+            _complete(one, choice, parts, seen)
+    elif isinstance(info, inspect.CollectionType):
+        _complete(info.item_type, part.get("items"), parts, seen)
+    elif isinstance(info, inspect.TupleType):
+        for one, item in zip(info.item_types, part.get("prefixItems", ()), strict=False):
+            _complete(one, item, parts, seen)
+    elif "properties" in part:
+        for field in getattr(info, "fields", ()):
+            _complete(field.type, part["properties"].get(field.encode_name), parts, seen)
+    elif "prefixItems" in part:
+        for field, item in zip(
+            reversed(getattr(info, "fields", ())), reversed(part["prefixItems"]), strict=False
+        ):  # a tag is first
+            _complete(field.type, item, parts, seen)
+
+
+def _keys(info: Any) -> Schema | None:
+    while isinstance(info, inspect.Metadata):
+        info = info.type
+    if isinstance(info, inspect.StrType | inspect.AnyType):
+        return None
+    if isinstance(info, inspect.EnumType):
+        return {"enum": sorted(str(one.value) for one in info.cls)}
+    if isinstance(info, inspect.LiteralType):
+        return {"enum": sorted(map(str, info.values))}
+    return {"format": type(info).__name__.removesuffix("Type").lower()}
+
+
+def _place(info: Any) -> int:
+    """The order of the alternatives in a schema of msgspec: other types, structs, null."""
+    while isinstance(info, inspect.Metadata):
+        info = info.type
+    if isinstance(info, inspect.StructType):
+        return 0 if info.array_like else 1
+    return 2 if isinstance(info, inspect.NoneType) else 0
+
+
+def _leaves(part: Schema) -> Iterator[Schema]:
+    for one in part.get("anyOf", [part]):
+        yield from _leaves(one) if "anyOf" in one else [one]
 
 
 def _of_model(cls: Any) -> Schema:
@@ -49,13 +114,33 @@ def _of_model(cls: Any) -> Schema:
         def handle_invalid_for_json_schema(self, schema: Any, error_info: str) -> Schema:
             return {}
 
-    found = _flat(TypeAdapter(cls).json_schema(ref_template=_DEFS + "{model}", schema_generator=Lenient))
-    for name, field in cls.__pydantic_fields__.items():
-        names = [one for one in getattr(field.validation_alias, "choices", ()) if isinstance(one, str)]
-        shown = found.get("properties", {}).get(names[0] if names else name)
-        if shown is not None and names[1:]:
-            shown[ALIASES] = names[1:]
-    return found
+        def decimal_schema(self, schema: Any) -> Schema:
+            found = super().decimal_schema(schema)
+            limits = {
+                key: schema[name]
+                for key, name in zip(DIGITS, ("max_digits", "decimal_places"), strict=True)
+                if name in schema
+            }
+            number, *texts = found.get("anyOf", (found,))
+            number |= limits
+            for text in texts:
+                text |= {**number, "type": "string", "format": "decimal"}
+            return found
+
+        def datetime_schema(self, schema: Any) -> Schema:
+            only = {"aware": ["datetime"], "naive": ["local datetime"]}.get(schema.get("tz_constraint"))
+            return {**super().datetime_schema(schema), READS: only or ["datetime", "local datetime"]}
+
+        def model_schema(self, schema: Any) -> Schema:
+            found = super().model_schema(schema)
+            for name, field in schema["cls"].__pydantic_fields__.items():
+                names = [one for one in getattr(field.validation_alias, "choices", ()) if isinstance(one, str)]
+                shown = found.get("properties", {}).get(names[0] if names else name)
+                if shown is not None and names[1:]:
+                    shown[ALIASES] = names[1:]
+            return found
+
+    return _flat(TypeAdapter(cls).json_schema(ref_template=_DEFS + "{model}", schema_generator=Lenient))
 
 
 def _flat(schema: Schema) -> Schema:
@@ -149,7 +234,7 @@ def _read_back(payload: Any, cls: Any, subject: str) -> list[dict[str, Any]]:
     for _ in range(_MOST_REPAIRS):
         try:
             return [_encoded(decoder_of(cls)(msgspec.json.encode(payload)), cls, subject)]
-        except (ValueError, InvalidEvent) as error:  # a pattern, or a rule in code, which no schema describes
+        except Exception as error:  # a pattern, or a rule in code, which no schema describes
             if not _repaired(payload, str(error)):
                 return []
     return []
@@ -210,7 +295,7 @@ def _sample_object(schema: Schema, root: Schema, inside: tuple[str, ...]) -> dic
     return {
         name: _sample(one, root, inside)
         for name, one in properties.items()
-        if name in required or not _refers(one, inside)
+        if name in required or (len(inside) < _DEEPEST and not _refers(one, inside))
     }
 
 

@@ -22,6 +22,7 @@ Run = Callable[..., Awaitable[Result]]
 
 CODE = """
 from decimal import Decimal
+from typing import Literal
 import outboxio
 from outboxio import Event, EventEnvelope, Outbox
 
@@ -57,6 +58,11 @@ class Paid(Event):
 
 
 class Payed(Event, version=2):
+    order: int
+    total: str
+
+
+class Told(Event, type_name="Paid"):
     order: int
     total: str
 
@@ -221,6 +227,19 @@ async def test_a_check_finds_stored_rows_that_are_not_read(
     assert "Expected `str`, got `int`" in told
     assert "an upcaster" in told
     assert good.exit_code == 0, good.output
+
+
+@pytest.mark.with_tables
+async def test_a_check_of_rows_quotes_no_stored_values(make_outbox: MakeOutbox, run: Run, database_url: str) -> None:
+    outbox = await make_outbox()
+    await emit(outbox, "PayOrder", Told(1, "4000 0012 3456 7899"))
+    await run("--write", "events.lock.json", total='Literal["paid"]')
+
+    answer = await run("--check", "events.lock.json", "--database", database_url, total='Literal["paid"]')
+
+    assert answer.exit_code == 1
+    assert "Invalid enum value" in " ".join(answer.output.split())
+    assert "4000" not in answer.output
 
 
 @pytest.mark.with_tables

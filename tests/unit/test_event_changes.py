@@ -22,7 +22,7 @@ from tests.kit.event_catalogue import types_of
 
 def lock_of(*classes: Any, former: Lock | None = None) -> Lock:
     types, by_name = types_of(*classes)
-    return locked(types, former or Lock(), by_name)
+    return locked(types, former or Lock({}), by_name)
 
 
 def changes(before: Any, *after: Any) -> list[BreakingChange]:
@@ -405,8 +405,17 @@ def _swapped(cls: Any, lock: Lock) -> tuple[Any, Lock, Any]:
     return types, lock, classes
 
 
-def test_a_lock_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "wrong.json").write_text('{"format": 2}')
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"format": 2, "events": {}}',
+        "{}",
+        '{"asyncapi": "3.0.0"}',
+        '{"format": 1, "events": {"Placed": {"version": 2, "aliases": [], "versions": {"1": {}}}}}',
+    ],
+)
+def test_a_lock_file_that_cannot_be_read_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "wrong.json").write_text(text)
 
     with pytest.raises(ConfigurationError, match="is not a lock file"):
         read_lock(tmp_path / "wrong.json")

@@ -11,12 +11,12 @@ from typing import Annotated
 import msgspec
 import typer
 
-from outboxio.catalogue.event_types import EventType, classes_of, event_types
+from outboxio.catalogue.event_types import EventType, classes_of, event_types, published
 from outboxio.catalogue.lock import (
     BreakingChange,
     Lock,
     check,
-    decoding_fault,
+    decoding_error,
     field_in,
     lock_text,
     locked,
@@ -33,6 +33,7 @@ from outboxio.model.payloads.classes import AnyEvent, version_in
 from outboxio.operations.declared import counted
 from outboxio.outbox import Outbox
 from outboxio.storage.protocols import EventSummary
+from outboxio.support.log import log_text
 
 _ROWS = 100  # of each event type
 
@@ -88,7 +89,7 @@ async def events(
         async with rows as stored:
             emitted_by = await stored.admin.emitters()
             faults = await _faults(stored, classes) if given.check is not None else []
-    types = event_types(handlers(outbox), registered_types(outbox), outbox.namespace, emitted_by)
+    types = published(event_types(handlers(outbox), registered_types(outbox), outbox.namespace, emitted_by))
     code = Exit.FINE
     if given.write is not None:
         _write(given.write, types, classes, as_json=as_json)
@@ -125,7 +126,7 @@ def _list(types: Sequence[EventType], *, as_json: bool, knows_emitters: bool) ->
 
 
 def _write(path: Path, types: Sequence[EventType], classes: Mapping[str, type[AnyEvent]], *, as_json: bool) -> None:
-    former = read_lock(path) if path.exists() else Lock()
+    former = read_lock(path) if path.exists() else Lock({})
     breaking = check(types, former, classes)
     _save(path, lock_text(locked(types, former, classes)), "--write")
     if as_json:
@@ -165,7 +166,7 @@ def _check(
 
 
 async def _faults(stored: Outbox, classes: Mapping[str, type[AnyEvent]]) -> list[BreakingChange]:
-    """The event types with rows that are not read, among the newest rows of each type."""
+    """The event types with rows that are not read, among the newest rows of each type. Quotes no values of rows."""
     found: list[BreakingChange] = []
     for name, cls in sorted(classes.items()):
         search = Search(event_types=tuple(sorted(type_names(cls))))
@@ -183,9 +184,9 @@ async def _faults(stored: Outbox, classes: Mapping[str, type[AnyEvent]]) -> list
 def _unread(rows: Sequence[EventSummary], cls: type[AnyEvent]) -> Iterator[tuple[EventSummary, int, str]]:
     for row in rows:
         version = 1 if row.headers is None else version_in(row.headers)
-        fault = decoding_fault(cls, version, bytes(row.payload or b"null"))
-        if fault is not None:
-            yield row, version, fault
+        error = decoding_error(cls, version, bytes(row.payload or b"null"))
+        if error is not None:
+            yield row, version, log_text(error)
 
 
 def _save(path: Path, text: bytes, option: str) -> None:
