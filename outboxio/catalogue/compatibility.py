@@ -150,7 +150,7 @@ def _bound_changes(old: Schema, new: Schema, path: str) -> Iterator[Change]:
         if after is None or after == before or (key == "format" and (READS in new or _kind(old) != "string")):
             continue
         if before is None or key in _EQUAL:
-            is_tighter = True
+            is_tighter = before is None or key != "multipleOf" or before % after != 0
         elif key == READS:
             is_tighter = not {*before} <= {*after}
         else:

@@ -127,6 +127,11 @@ def _of_model(cls: Any) -> Schema:
                 text |= {**number, "type": "string", "format": "decimal"}
             return found
 
+        def dict_schema(self, schema: Any) -> Schema:
+            kind = schema.get("keys_schema", {}).get("type")
+            keys = {"propertyNames": {"format": kind}} if kind in ("int", "float", "decimal", "bool") else {}
+            return {**keys, **super().dict_schema(schema)}
+
         def datetime_schema(self, schema: Any) -> Schema:
             only = {"aware": ["datetime"], "naive": ["local datetime"]}.get(schema.get("tz_constraint"))
             return {**super().datetime_schema(schema), READS: only or ["datetime", "local datetime"]}

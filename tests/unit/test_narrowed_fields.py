@@ -106,6 +106,7 @@ NARROWED = [
     (str, Decimal, "ten"),
     (date, time, date(2026, 1, 1)),
     (datetime, time, datetime(2026, 1, 1, 12)),
+    (dict[str, int], dict[int, int], {"a": 1}),
     (dict[str, int], dict[UUID, int], {"a": 1}),
     (dict[str, int], dict[Colour, int], {"green": 1}),
     (dict[Colour, int], dict[OnlyRed, int], {Colour.BLUE: 1}),
@@ -118,7 +119,6 @@ OF_STRUCTS = [
     (datetime, Annotated[datetime, Meta(tz=True)], datetime(2026, 1, 1)),
     (datetime, Annotated[datetime, Meta(tz=False)], datetime(2026, 1, 1, tzinfo=UTC)),
     (date, datetime, date(2026, 1, 1)),  # Pydantic reads dates as times at midnight
-    (dict[str, int], dict[int, int], {"a": 1}),
     (dict[str, int], dict[Annotated[str, Meta(pattern="^a")], int], {"b": 1}),
     (dict[str, int], Part, {"number": 1}),
     (dict[str, Any], Part, {"number": 1}),
@@ -140,6 +140,12 @@ WIDENED = [
     (Annotated[int, Meta(gt=1), Field(gt=1)], Annotated[int, Meta(ge=1), Field(ge=1)], 2),
     (dict[Colour, int], dict[str, int], {Colour.RED: 1}),
     (datetime, str, datetime(2026, 1, 1)),
+    (dict[int, int], dict[str, int], {1: 1}),
+    (
+        Annotated[int, Meta(multiple_of=4), Field(multiple_of=4)],
+        Annotated[int, Meta(multiple_of=2), Field(multiple_of=2)],
+        8,
+    ),
 ]  # fmt: skip
 
 
