@@ -7,7 +7,7 @@ that the former accepted. Readers elsewhere expect the properties of the former 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 from msgspec import Struct
 
@@ -94,7 +94,7 @@ class _Comparison:
     def _rest(self, old: Schema, new: Schema, path: str) -> Iterator[Change]:
         """The changes of the keys that are no property of the former schema."""
         before, after = old.get("additionalProperties", True), new.get("additionalProperties", True)
-        value = before if isinstance(before, dict) else _ANY
+        value = cast("Schema", before) if isinstance(before, dict) else _ANY
         if after is False and before is not False:
             yield Change(path, "does not accept unknown fields any more", "accept unknown fields")
         elif isinstance(after, dict) and "properties" not in new:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 from msgspec import Struct
@@ -66,7 +66,7 @@ def _objects(given: Any, root: Schema, path: str, around: tuple[str, ...] = ()) 
 
 
 def _reference(given: Any) -> str | None:
-    return given.get("$ref") if isinstance(given, dict) else None
+    return cast("Schema", given).get("$ref") if isinstance(given, dict) else None
 
 
 def _type(given: Any, root: Schema, around: tuple[str, ...] = ()) -> str:

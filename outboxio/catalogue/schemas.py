@@ -51,7 +51,8 @@ def _complete(info: Any, part: Any, parts: Schema, seen: set[int]) -> None:
         info = info.type
     if not isinstance(part, dict):
         return
-    part = parts.get(str(part.get("$ref", "")).removeprefix(_DEFS), part)
+    found = cast("Schema", part)
+    part = parts.get(str(found.get("$ref", "")).removeprefix(_DEFS), found)
     if id(part) in seen:
         return
     seen.add(id(part))
