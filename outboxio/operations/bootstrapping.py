@@ -47,6 +47,7 @@ KIND = "bootstrap"
 MOST_WAITING = 5000  # unfinished notifications of the handler, from which on no further chunk begins
 LARGEST_CHUNK = 10_000  # rows
 LOOK_DELAY = 0.2  # seconds between two looks at the backlog, or at a bootstrap of a different process
+LONG_WAIT = 150  # looks at the backlog in a row, after which the log says what the bootstrap waits for
 _MOST_FAILURES = 10  # in a row, of a chunk, by errors that may pass
 _BEFORE = timedelta(hours=1)
 """A transaction that is open now may have events of an earlier date: a new ``since="now"`` begins so much earlier."""
@@ -107,9 +108,12 @@ class Call(Struct, frozen=True):
 
     def keys_of(self, found: Any, after: tuple[Any, ...] | None) -> list[tuple[Any, ...]]:
         """The keys of the rows of a chunk. Raises :class:`ConfigurationError` for rows that were not asked for."""
+        if not isinstance(found, Sequence):
+            raise ConfigurationError(f"rows returned {briefly(found)}; expected a list of rows, as `tx.fetch` returns")
+        found = cast("Sequence[Any]", found)
         if len(found) > self.chunk:
             raise ConfigurationError(f"rows returned {len(found):,} rows; it was asked for {self.chunk:,}: add a LIMIT")
-        keys = list[tuple[Any, ...]]()
+        keys, seen = list[tuple[Any, ...]](), {after}
         for row in found:
             try:
                 key = tuple(row[column] for column in self.key)
@@ -118,22 +122,21 @@ class Call(Struct, frozen=True):
                     f"rows returned {briefly(row)}, which lacks a column of the key ({', '.join(self.key)}): {error!r}"
                 ) from error
             as_place(key)
-            if after is not None and not _is_behind(key, after):
+            if key in seen or (after is not None and not _is_behind(key, after)):
                 raise ConfigurationError(
                     f"rows returned the key {briefly(key)} behind {briefly(after)}: select the rows with a key greater "
                     f"than `after`, and order them by {', '.join(self.key)}, which must be unique"
                 )
             keys.append(key)
+            seen.add(key)
             after = key
         return keys
 
 
 def _is_behind(key: tuple[Any, ...], before: tuple[Any, ...]) -> bool:
     """False if a key is certainly not behind another. Each collation has its own order of texts."""
-    if any(isinstance(value, str) for value in key):
-        return key != before
     try:
-        return key > before
+        return any(isinstance(value, str) for value in key) or key > before
     except TypeError as error:  # such as a naive datetime behind an aware one
         raise ConfigurationError(f"rows returned the keys {briefly(before)} and {briefly(key)}: {error}") from error
 
@@ -173,9 +176,7 @@ class Bootstrap(AdminBase):
             raise UnknownHandler(call.handler, self._namespace, self._handlers.names)
         self._handler: Handler = found
         self._wanted_types = {wanted.event_type for wanted in wanted_by(found)}
-        # A handler has one bootstrap on a shard: its id is computed, and its primary key keeps two calls apart.
-        names = "/".join((self._namespace, KIND, found.name))
-        self._id = uuid5(NAMESPACE_OID, names)
+        self._id = self._id_of(found.name)
         self._worker = f"{self._recorder.worker}:{uuid7().hex[-8:]}"
         self._again = call.again
         self._after: tuple[Any, ...] | None = None
@@ -188,6 +189,7 @@ class Bootstrap(AdminBase):
         """Carry the bootstrap out, or wait for the process that does. Returns the finished operation."""
         async with naming_rights(self._one.database, KIND):
             await self._one.measure()
+            await self._find_renamed()
             await self._subscribe()
             failures = 0
             while True:
@@ -204,6 +206,17 @@ class Bootstrap(AdminBase):
                         await to_the_end(self._interrupted(error))
                         raise
                     await asyncio.sleep(pause_after(failures))
+
+    def _id_of(self, name: str) -> UUID:
+        """A handler has one bootstrap on a shard: its id is computed, and its primary key keeps two calls apart."""
+        return uuid5(NAMESPACE_OID, "/".join((self._namespace, KIND, name)))
+
+    async def _find_renamed(self) -> None:
+        """A handler that was renamed keeps the bootstrap of its former name."""
+        for id in map(self._id_of, (self._handler.name, *sorted(self._handler.aliases))):
+            if await self._one.database.operations.get(self._namespace, id) is not None:
+                self._id = id
+                return
 
     def _may_pass(self, error: BaseException) -> bool:
         """True for a lost connection. The next try reads the position, and so whether the last chunk was committed."""
@@ -237,7 +250,7 @@ class Bootstrap(AdminBase):
                 order = replace(self._recorder.order(KIND, self._call.request, None, None), id=self._id)
                 await table.begin(namespace, order.operation(now, self._one.database.name), self._worker)
             elif found.has_ended:
-                if found.state is OperationState.DONE and not self._again:
+                if found.state is OperationState.DONE and (has_waited or not self._again):
                     return False
                 if has_waited and await operations.is_to_stop(namespace, self._id):
                     return False  # an operator has stopped it meanwhile
@@ -248,13 +261,16 @@ class Bootstrap(AdminBase):
                 )
             else:
                 self._refuse_other_key(found)
-                await operations.take(namespace, self._id, self._worker, now - SILENCE, now)
+                if await operations.take(namespace, self._id, self._worker, now - SILENCE, now) is not None:
+                    if await operations.is_to_stop(namespace, self._id):  # before its process died
+                        await self._end(OperationState.STOPPED)
+                    elif self._again:
+                        await table.reopen(namespace, found, self._worker, now, anew=self._call.request)
             if await table.touch(namespace, self._id, self._worker, now):
                 place = await table.reached(namespace, self._id)
                 self._after, self._again = None if place is None else key_at(place), False
                 return True
-            if found is not None and not found.has_ended:
-                has_waited, self._again = True, False  # the other process does what was asked for
+            has_waited |= found is not None and not found.has_ended
             await asyncio.sleep(LOOK_DELAY)
 
     def _refuse_other_key(self, found: Operation) -> None:
@@ -295,7 +311,15 @@ class Bootstrap(AdminBase):
         names = sorted(self._handler.names)
         while True:
             await self._announcer.announce_if_due()
+            looks = 0
             while await self._table.backlog(self._namespace, names, MOST_WAITING) >= MOST_WAITING:
+                looks += 1
+                if looks == LONG_WAIT:
+                    logger.warning(
+                        "the bootstrap of handler %r waits, because the handler has %d or more unfinished notifications: "
+                        "is it paused, failing, or run by no process?", self._handler.name, MOST_WAITING,
+                        handler=self._handler.name, operation=str(self._id),
+                    )  # fmt: skip
                 if not await self._table.touch(self._namespace, self._id, self._worker, self._one.clock()):
                     break
                 await self._announcer.announce_if_due()

@@ -282,17 +282,18 @@ async def has_rows(look: Look, number: int) -> bool:
 
 
 async def test_a_bootstrap_waits_while_its_handler_has_a_backlog(
-    outbox: Outbox, look: Look, monkeypatch: pytest.MonkeyPatch
+    outbox: Outbox, look: Look, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(bootstrapping, "LONG_WAIT", 1)
     seen = view_of(outbox)
     ids = await open_wallets(look, 3)
     task = await waiting(outbox, look, monkeypatch)
-    for number in range(1, 3):
+    await eventually(lambda: "the bootstrap of handler 'view' waits, because" in caplog.text)
+    assert await has_rows(look, 1)
+    while not task.done():
         await outbox.drain()
-        await eventually(lambda number=number: has_rows(look, number + 1))  # type: ignore[misc]
-        assert list(seen.balances) == ids[:number]
-    await outbox.drain()
     assert numbers(await task) == ("DONE", 3, 3, 0)
+    assert list(seen.balances) == ids
 
 
 async def test_an_operator_stops_it_and_a_call_continues(
@@ -383,6 +384,38 @@ async def test_a_crashed_bootstrap_can_be_stopped(outbox: Outbox, look: Look) ->
     assert (*numbers(found), found.error) == ("STOPPED", 2, 2, 0, None)
 
 
+async def test_a_call_ends_a_crashed_bootstrap_that_was_to_stop(outbox: Outbox, look: Look) -> None:
+    view_of(outbox)
+    await open_wallets(look, 3)
+    died = await dies_at(outbox, look, 3)
+    assert await outbox.admin.stop(died.id)
+    async with asyncio.timeout(20):  # no other process ends it
+        assert numbers(await outbox.bootstrap("view", rows, to_event, key="id")) == ("STOPPED", 2, 2, 0)
+    assert numbers(await outbox.bootstrap("view", rows, to_event, key="id")) == ("DONE", 3, 3, 0)
+
+
+async def test_again_starts_from_the_beginning_after_a_crash(outbox: Outbox, look: Look) -> None:
+    seen = view_of(outbox)
+    await open_wallets(look, 3)
+    await dies_at(outbox, look, 3)
+    operation = await outbox.bootstrap("view", rows, to_event, key="id", again=True)
+    await outbox.drain()
+    assert numbers(operation) == ("DONE", 3, 3, 0)
+    assert seen.balances == {"w000": [0, 0], "w001": [1, 1], "w002": [2]}
+
+
+async def test_a_renamed_handler_keeps_its_bootstrap(make_outbox: MakeOutbox, look: Look, wallets_table: None) -> None:
+    former, outbox = await make_outbox(), await make_outbox()
+    view_of(former)
+    ids = await open_wallets(look, 3)
+    await fails_at(former, 2, chunk=2)
+    seen = view_of(outbox, "list", aliases=["view"])
+    operation = await outbox.bootstrap("list", rows, to_event, key="id")
+    assert await outbox.bootstrap("list", rows, to_event, key="id") == operation
+    await outbox.drain()
+    assert seen.balances == {id: [n] for n, id in enumerate(ids)}
+
+
 # --- what is refused -------------------------------------------------------------------------------
 
 
@@ -411,6 +444,8 @@ async def test_arguments_are_refused_before_anything_is_written(outbox: Outbox, 
         ([{"id": 2}, {"id": 1}], r"the key \(1,\) behind \(2,\): select the rows with a key greater than `after`"),
         ([{"id": 1}, {"id": 1}], r"the key \(1,\) behind \(1,\)"),
         ([{"id": "a"}, {"id": "a"}], "which must be unique"),
+        ([{"id": "a"}, {"id": "b"}, {"id": "a"}], "which must be unique"),
+        (None, "rows returned None; expected a list of rows"),
         ([{"name": 1}], r"lacks a column of the key \(id\): KeyError\('id'\)"),
         ([{"id": None}], "rows returned the key None; a key column holds int, str, uuid, decimal"),
         ([{"id": True}], "rows returned the key True"),
@@ -428,6 +463,18 @@ async def test_rows_that_were_not_asked_for_are_refused(outbox: Outbox, look: Lo
     with pytest.raises(ConfigurationError, match=says):
         await outbox.bootstrap("view", wrong, lambda row: WalletChanged("w", 1, 1), key="id")
     assert await look.fetch("SELECT id FROM {events}") == []
+
+
+@pytest.mark.above_statements
+async def test_rows_that_ignore_the_position_are_refused(outbox: Outbox, look: Look) -> None:
+    view_of(outbox)
+    await open_wallets(look, 3)
+
+    async def first(tx: Transaction, after: Any, limit: int) -> Any:
+        return await rows(tx, None, limit)
+
+    with pytest.raises(ConfigurationError, match=r"the key \('w000',\) behind \('w001',\)|which must be unique"):
+        await outbox.bootstrap("view", first, to_event, key="id", chunk=2)
 
 
 @pytest.mark.parametrize(
