@@ -316,8 +316,8 @@ class Bootstrap(AdminBase):
                 looks += 1
                 if looks == LONG_WAIT:
                     logger.warning(
-                        "the bootstrap of handler %r waits, because the handler has %d or more unfinished notifications: "
-                        "is it paused, failing, or run by no process?", self._handler.name, MOST_WAITING,
+                        "the bootstrap of handler %r waits, because the handler has %d or more unfinished "
+                        "notifications: is it paused, failing, or run by no process?", self._handler.name, MOST_WAITING,
                         handler=self._handler.name, operation=str(self._id),
                     )  # fmt: skip
                 if not await self._table.touch(self._namespace, self._id, self._worker, self._one.clock()):
