@@ -234,8 +234,10 @@ class Bootstrap(AdminBase):
                 "be missing after the bootstrap. Leave since= out"
             )
         if since == "now":
-            mark = LockName(self._namespace, "since", self._handler.name)
-            await database.subscriptions.begin({mark: now - _BEFORE}, self._setup.process.text)
+            announced = await database.subscriptions.announced(self._namespace)
+            if self._handler.names.isdisjoint(one.handler_name for one in announced):
+                mark = LockName(self._namespace, "since", self._handler.name)
+                await database.subscriptions.begin({mark: now - _BEFORE}, self._setup.process.text)
         await self._announcer.announce_if_due()
 
     # --- who works -------------------------------------------------------------------------------

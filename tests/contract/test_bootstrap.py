@@ -243,6 +243,22 @@ async def test_a_handler_since_now_gets_changes_of_transactions_before(outbox: O
     assert sorted(seen.balances[id]) == [1, 1]
 
 
+async def test_a_known_handler_that_gets_since_now_keeps_its_old_events(
+    make_outbox: MakeOutbox, look: Look, wallets_table: None
+) -> None:
+    former, outbox = await make_outbox(), await make_outbox()
+    view_of(former)
+    [id] = await open_wallets(look, 1)
+    async with former.running(handling=False):
+        await former.execute(Change(id, 1))
+        await eventually(lambda: has_rows(look, 1))
+    await look.fetch("UPDATE {event_notifications} SET event_date = '2000-01-01 00:00:00.000000'")
+    seen = view_of(outbox, since="now")
+    await outbox.bootstrap("view", rows, to_event, key="id")
+    await outbox.drain()
+    assert seen.balances == {id: [1, 1]}
+
+
 # --- ends and new starts ---------------------------------------------------------------------------
 
 
