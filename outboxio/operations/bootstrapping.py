@@ -310,11 +310,11 @@ class Bootstrap(AdminBase):
 
     async def _to_the_end(self) -> OperationState | None:
         """Do chunk after chunk; the state in which to end. ``None`` if a different process has taken over."""
-        names = sorted(self._handler.names)
+        names, looks = sorted(self._handler.names), 0
         while True:
             await self._announcer.announce_if_due()
-            looks = 0
-            while await self._table.backlog(self._namespace, names, MOST_WAITING) >= MOST_WAITING:
+            is_behind = await self._table.backlog(self._namespace, names, MOST_WAITING) >= MOST_WAITING
+            if is_behind and await self._table.touch(self._namespace, self._id, self._worker, self._one.clock()):
                 looks += 1
                 if looks == LONG_WAIT:
                     logger.warning(
@@ -322,10 +322,9 @@ class Bootstrap(AdminBase):
                         "notifications: is it paused, failing, or run by no process?", self._handler.name, MOST_WAITING,
                         handler=self._handler.name, operation=str(self._id),
                     )  # fmt: skip
-                if not await self._table.touch(self._namespace, self._id, self._worker, self._one.clock()):
-                    break
-                await self._announcer.announce_if_due()
                 await asyncio.sleep(LOOK_DELAY)
+                continue
+            looks = 0
             keys = await self._chunk()
             if keys is None:
                 is_to_stop = await self._one.database.operations.is_to_stop(self._namespace, self._id)
