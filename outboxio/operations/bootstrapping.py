@@ -108,9 +108,8 @@ class Call(Struct, frozen=True):
 
     def keys_of(self, found: Any, after: tuple[Any, ...] | None) -> list[tuple[Any, ...]]:
         """The keys of the rows of a chunk. Raises :class:`ConfigurationError` for rows that were not asked for."""
-        if not isinstance(found, Sequence):
+        if not issubclass(type(found), Sequence):
             raise ConfigurationError(f"rows returned {briefly(found)}; expected a list of rows, as `tx.fetch` returns")
-        found = cast("Sequence[Any]", found)
         if len(found) > self.chunk:
             raise ConfigurationError(f"rows returned {len(found):,} rows; it was asked for {self.chunk:,}: add a LIMIT")
         keys, seen = list[tuple[Any, ...]](), {after}
