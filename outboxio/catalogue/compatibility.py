@@ -183,11 +183,10 @@ def _choices(given: Any, root: Schema) -> list[Schema]:
     if isinstance(schema.get("type"), list):
         return [{**schema, "type": kind} for kind in schema["type"]]
     if "enum" in schema and "type" not in schema:
-        kinds = {_KINDS.get(type(value)): None for value in schema["enum"]}
-        return [
-            {**schema, "type": kind, "enum": [value for value in schema["enum"] if _KINDS.get(type(value)) == kind]}
-            for kind in kinds
-        ]
+        by_kind: dict[str | None, list[object]] = {}
+        for value in schema["enum"]:
+            by_kind.setdefault(_KINDS.get(value.__class__), []).append(value)
+        return [{**schema, "type": kind, "enum": values} for kind, values in by_kind.items()]
     return [schema]
 
 

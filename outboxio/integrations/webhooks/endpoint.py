@@ -53,8 +53,9 @@ class Endpoint(Struct, frozen=True):
         given: Any = self  # callers may not be typed
         if not isinstance(given.url, str):
             raise ConfigurationError(f"url of endpoint {self.id!r} is {briefly(self.url)}; expected a string")
-        is_list = isinstance(given.secrets, Iterable) and not isinstance(given.secrets, str | bytes)
-        listed = tuple(self.secrets) if is_list else ()  # an iterator is read once
+        secrets: Any = given.secrets
+        is_list = isinstance(secrets, Iterable) and not isinstance(secrets, str | bytes)
+        listed: tuple[str, ...] = tuple(secrets) if is_list else ()  # an iterator is read once
         if not listed:
             raise ConfigurationError(f"endpoint {self!r} needs a list of at least one secret, as in secrets=[secret]")
         force_setattr(self, "secrets", listed)
