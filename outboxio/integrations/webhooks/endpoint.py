@@ -55,7 +55,7 @@ class Endpoint(Struct, frozen=True):
             raise ConfigurationError(f"url of endpoint {self.id!r} is {briefly(self.url)}; expected a string")
         secrets: Any = given.secrets
         is_list = isinstance(secrets, Iterable) and not isinstance(secrets, str | bytes)
-        listed: tuple[str, ...] = tuple(secrets) if is_list else ()  # an iterator is read once
+        listed = tuple(cast("Iterable[str]", secrets)) if is_list else ()  # an iterator is read once
         if not listed:
             raise ConfigurationError(f"endpoint {self!r} needs a list of at least one secret, as in secrets=[secret]")
         force_setattr(self, "secrets", listed)
