@@ -68,8 +68,11 @@ async def latencies(
             is_watched, is_refusing = number >= endpoints - watched, number < dead // 2
             wait = None if number < dead else SLOW if number < dead + slow else 0.0
             kept = arrived if is_watched else []
-            port = _unused_port()
-            if not is_refusing:
+            if is_refusing:  # bound, so that no other endpoint gets the port, and not listening
+                refusing = stack.enter_context(socket.socket())
+                refusing.bind(("127.0.0.1", 0))
+                port = refusing.getsockname()[1]
+            else:
                 server = await loop.create_server(lambda kept=kept, wait=wait: Latencies(kept, wait), "127.0.0.1", 0)
                 stack.callback(server.close)
                 port = server.sockets[0].getsockname()[1]
@@ -104,13 +107,6 @@ async def _commit(outbox: Outbox, events: int, rate: float, endpoints: int) -> N
                     tx.emit(Shipped(number % endpoints, time.monotonic()))
             sent = due
         await asyncio.sleep(STEP)
-
-
-def _unused_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
-        return port
 
 
 def main() -> None:
