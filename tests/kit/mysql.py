@@ -9,10 +9,14 @@ from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import aiomysql
-import asyncmy.errors
+
+try:
+    from asyncmy.errors import MySQLError as AsyncmyError
+except ImportError:  # no extra has asyncmy, so the check of the lowest versions is without it
+    AsyncmyError = aiomysql.MySQLError
 
 #: The errors of the driver that outboxio uses, and of asyncmy in an engine.
-DRIVER_ERRORS = (aiomysql.MySQLError, asyncmy.errors.MySQLError)
+DRIVER_ERRORS = (aiomysql.MySQLError, AsyncmyError)
 
 SCHEMES = frozenset({"mysql", "mariadb"})
 

@@ -42,7 +42,11 @@ class PrivatePostgres:
         self._port = free_port()
         self._ends = ExitStack()
         self.url = f"postgresql://postgres@127.0.0.1:{self._port}/postgres"
-        _run_as_server_user(home, [programs / "initdb", "-D", self._data, "-U", "postgres", "-A", "trust", "-N"])
+        _run_as_server_user(
+            home,
+            # -E: with the locale of this machine it might be SQL_ASCII, whose texts psycopg returns as bytes
+            [programs / "initdb", "-D", self._data, "-U", "postgres", "-A", "trust", "-E", "UTF8", "--locale=C", "-N"],
+        )
 
     def start(self) -> None:
         log, here = (
