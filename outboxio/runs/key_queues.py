@@ -227,7 +227,8 @@ class StrandedKeys:
         self._next = float("-inf")
         self._is_wanted = False
         self._read_to: dict[str, Any] = {}
-        self._kept: dict[int, tuple[HandlerQueue, set[str]]] = {}
+        self.kept: dict[int, tuple[HandlerQueue, set[str]]] = {}
+        """By queue: the keys of rows that :meth:`release` makes due again."""
         self._kept_until = 0.0
 
     def sweep_soon(self) -> None:
@@ -240,20 +241,23 @@ class StrandedKeys:
 
     def keep(self, queue: HandlerQueue, keys: Iterable[str | None]) -> None:
         """Rows of these keys are BLOCKED for a short while, until :meth:`release`, whatever the pace of the sweeps."""
-        if not self._kept:
+        if not self.kept:
             self._kept_until = asyncio.get_running_loop().time() + KEPT_FOR
-        self._kept.setdefault(id(queue), (queue, set()))[1].update(key for key in keys if key is not None)
+        self.kept.setdefault(id(queue), (queue, set()))[1].update(key for key in keys if key is not None)
 
     async def release(self, now: float) -> None:
         """Make the kept rows due again. If that fails, a sweep finds them."""
-        while self._kept and now >= self._kept_until:
-            _, (queue, keys) = self._kept.popitem()
+        while self.kept and now >= self._kept_until:
+            _, (queue, keys) = self.kept.popitem()
             await self._rows.unblock(queue, sorted(keys))
 
     @property
     def next_sweep(self) -> float | None:
         """The moment of the next sweep or release that has to be made, by the event loop's clock, or ``None``."""
-        return min([self._next] * self._is_wanted + [self._kept_until] * bool(self._kept), default=None)
+        wanted = self._next if self._is_wanted else None
+        if not self.kept:
+            return wanted
+        return self._kept_until if wanted is None else min(wanted, self._kept_until)
 
     def is_due(self, now: float) -> bool:
         return now >= self._next

@@ -25,7 +25,7 @@ from uuid import UUID
 
 from outboxio.handlers.handler import wanted_by
 from outboxio.model.event import BOOTSTRAP_ACTION, RECEIVED_ACTION
-from outboxio.model.notification import Notification, State
+from outboxio.model.notification import State
 from outboxio.runs.cursor import HandlerCursor, Partitions
 from outboxio.runs.handler_queue import HandlerQueue
 from outboxio.runs.key_queues import (
@@ -81,7 +81,6 @@ class AdmissionGate:
             if queue.spec.next_moment is not None:
                 undecided = await self._wait_for_moment(queue.spec.next_moment, undecided)
             if queue.handler.options.ordered:
-                undecided = await self._behind_fanout(queue, undecided)
                 undecided = await self._queue_up(queue, undecided)
             undecided = await self._behind_others(queue, undecided)
         except BaseException:
@@ -118,16 +117,13 @@ class AdmissionGate:
         self._give_back(fresh)
         return [run for run in runs if run not in set(fresh)]
 
-    async def _behind_fanout(self, queue: HandlerQueue, runs: list[Run]) -> list[Run]:
-        """Block snapshots while an older event of their key waits for fan-out; the rows that may queue up.
+    async def _ahead_of_fanout(self, queue: HandlerQueue, snapshots: Sequence[Run]) -> set[Run]:
+        """The snapshots of a bootstrap that have to wait, because an older event of their key waits for fan-out.
 
         A bootstrap writes its notifications itself, so a snapshot may be due before the notifications of older events
         exist. It is due again after a short while.
         """
-        snapshots = [run for run in runs if _is_snapshot(run.notification)]
-        if not snapshots:
-            return runs
-        before, oldest, read_to = max(map(sequence_of, snapshots)), dict[str, int](), float("inf")
+        before, oldest, read_to = max(map(sequence_of, snapshots)), dict[str | None, int](), float("inf")
         for wanted in wanted_by(queue.handler):
             found = await self._rows.repository.find_undelivered(
                 self._rows.namespace,
@@ -137,29 +133,31 @@ class AdmissionGate:
                 is_topic=bool(wanted.topic),
             )
             for sequence, key in found:
-                if key is not None:
-                    oldest[key] = min(sequence, oldest.get(key, sequence))
+                oldest[key] = min(sequence, oldest.get(key, sequence))
             if len(found) == _MOST_OLDER:
                 read_to = min(read_to, found[-1][0])  # the keys of later events are unknown
-        late = [
-            run for run in snapshots
-            if min(oldest.get(run.notification.context.ordering_key or "", read_to), read_to) < sequence_of(run)
-        ]  # fmt: skip
+        late = {run for run in snapshots if min(oldest.get(run.key, read_to), read_to) < sequence_of(run)}
         if late:
-            self.stranded.keep(queue, (run.notification.context.ordering_key for run in late))
-            await self._keep_out(late)
-        return [run for run in runs if run not in set(late)]
+            self.stranded.keep(queue, (run.key for run in late))
+        return late
 
     async def _queue_up(self, queue: HandlerQueue, runs: list[Run]) -> list[Run]:
         """The heads of the keys. Up to 50 further rows of each key wait in memory, and the rest are blocked."""
         free: list[Run] = []
         by_key: dict[str, list[Run]] = {}
+        snapshots: list[Run] = []
         for run in runs:
-            run.key = run.notification.context.ordering_key
+            context = run.notification.context
+            run.key = context.ordering_key
             if run.key is None or run.notification.state == State.DYING:
                 free.append(run)  # a hook keeps no order
             else:
                 by_key.setdefault(run.key, []).append(run)
+                if context.action_name == BOOTSTRAP_ACTION:
+                    snapshots.append(run)
+        late = await self._ahead_of_fanout(queue, snapshots) if snapshots else ()
+        if late:
+            by_key = {key: rest for key, some in by_key.items() if (rest := [run for run in some if run not in late])}
         by_place = self._keys.by_place
         heads = await self._rows.heads(queue, [key for key in by_key if (id(queue), key) not in by_place])
         blocked: list[Run] = []
@@ -189,6 +187,8 @@ class AdmissionGate:
             room -= len(key_queue.waiting) - before
         stranded += await self._block(queue, blocked)
         await self._rows.unblock(queue, stranded)
+        if late:
+            await self._keep_out([*late])
         await self._find_followers(queue, free)
         return free
 
@@ -247,7 +247,8 @@ class AdmissionGate:
         for queue in {id(queue): queue for queue in keys.moved.values()}.values():
             # The rows of one handler start before the next handler's heads are read: a failure there undoes no start.
             started += self._start(await self._advance(queue, is_held=id(queue) in held))
-        await self.stranded.release(now)
+        if self.stranded.kept:
+            await self.stranded.release(now)
         if self.stranded.is_due(now):
             await self.stranded.sweep(ours)
         return started
@@ -325,12 +326,6 @@ class AdmissionGate:
         """Release rows that were no heads of keys."""
         for run in no_heads(runs):
             self._release(run)
-
-
-def _is_snapshot(notification: Notification) -> bool:
-    context = notification.context
-    is_of_key = context.ordering_key is not None and notification.state != State.DYING
-    return is_of_key and context.action_name == BOOTSTRAP_ACTION
 
 
 def _created(run: Run) -> datetime:

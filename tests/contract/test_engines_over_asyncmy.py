@@ -156,7 +156,7 @@ async def test_a_second_task_on_a_connection_is_refused(mysql_url: str) -> None:
         first = asyncio.create_task(connection.query("SELECT SLEEP(0.2)"))
         await is_asking(connection)
         with pytest.raises(RuntimeError, match="another task waits"):
-            await driver.query(connection, b"SELECT 1")
+            driver.refuse_second_reader(connection)
         with pytest.raises(RuntimeError, match="another task waits"):
             driver.cursor(connection, driver.Cursor)
         await first

@@ -36,6 +36,7 @@ async def test_a_wake_up_arrives_whatever_its_sender_is_called(
             async with worker.running():
                 await producer.executor.execute(Emit((1,)))
                 await journal.calls(1)
+                await worker.admin.pause("first")  # wakes them too if the row needed no wake-up: it was handed over
                 await eventually(lambda: {f"events {owner_of(producer)}", f"notifications {owner_of(worker)}"} <= heard)
     finally:
         await ear.close()

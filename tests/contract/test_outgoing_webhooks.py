@@ -331,7 +331,8 @@ class TestDisabling:
             outbox.handler(Event, name="audit")(journal)
             for name in ("one", "two"):
                 found = [Endpoint(receiver.url, [SECRET], "a")]
-                outbox.add_handler(Webhooks(name=name, types=[Event], endpoints=found, allow=LOCAL))
+                types = [OrderShipped, WebhookEndpointDisabled]
+                outbox.add_handler(Webhooks(name=name, types=types, endpoints=found, allow=LOCAL))
             await ship(outbox, 1)
             for _ in range(3):
                 await outbox.drain()

@@ -9,11 +9,15 @@ from pathlib import Path
 import pytest
 
 from outboxio import Outbox, RetryPolicy, Unprocessable
-from tests.kit.app import Emit, Journal, MoneyDeposited, WalletOpened, eventually
+from tests.kit.app import Emit, Journal, Look, MoneyDeposited, WalletOpened, eventually
 from tests.kit.forked import Forked, fork
 from tests.kit.webhooks import webhook
 
 ROOT = Path(__file__).parents[2]
+BOTH_STORED = """
+SELECT 1 FROM eventlog.instance_reports
+WHERE namespace = '' AND report::text LIKE '%no_instance%' AND report::text LIKE '%mail%'
+"""
 
 
 async def watching(database: str, url: str, *more: str) -> Forked:
@@ -40,6 +44,9 @@ async def test_another_process_follows_a_killed_one_and_repeats_nothing(postgres
             first = await watching(postgres_url, receiver.url, "--every", "1s")
             await eventually(lambda: len(receiver.texts) == 2)
             assert "no_instance" in receiver.texts[0] + receiver.texts[1]
+            look = Look(postgres_url)
+            # A notice is posted, then stored: a process that is killed in between would be repeated.
+            await eventually(lambda: look.fetch(BOTH_STORED))
             second = await watching(postgres_url, receiver.url, "--every", "1s")
             first.kill()
             await first.communicate()

@@ -228,10 +228,11 @@ async def send(connection: Any, server: Server, *messages: bytes) -> None:
 
     All actions share a timer, which drops the connection after ``statement_timeout``.
     """
+    driver.refuse_second_reader(connection)
     for message in messages:
         server.unanswered.begin(connection, server.give_up)
         try:
-            await driver.query(connection, message)
+            await connection.query(message)
             await driver.read_all(connection)
         finally:
             server.unanswered.end(connection)

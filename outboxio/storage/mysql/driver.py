@@ -203,19 +203,12 @@ def has_unread(connection: Any) -> bool:
     return getattr(connection._result, "is_unread", False)
 
 
-async def query(connection: Any, message: bytes) -> None:
-    """Send a message, and read the answer to its first statement."""
-    if not isinstance(connection, Connection):
-        refuse_second_reader(connection)
-    await connection.query(message)
-
-
 def refuse_second_reader(connection: Any) -> None:
-    """Raise :class:`RuntimeError` while another task waits for an answer, as aiomysql does.
+    """Raise :class:`RuntimeError` while another task waits for an answer on a connection of asyncmy.
 
-    asyncmy would give the answer to the second task, and let the first task wait without limit.
+    asyncmy would give the answer to the second task, and let the first task wait without limit. aiomysql raises itself.
     """
-    if reads(connection) is not None:
+    if not isinstance(connection, Connection) and reads(connection) is not None:
         raise RuntimeError("another task waits for an answer on this connection")
 
 

@@ -44,6 +44,8 @@ class OurConnection(asyncpg.Connection):
 class ActionConnection(ResetsItself, OurConnection):
     """A connection of our own pool."""
 
+    _execute_with_arguments = asyncpg.Connection.execute
+
     def add_log_listener(self, callback: Any) -> None:
         self._has_listeners = True
         asyncpg.Connection.add_log_listener(self, callback)

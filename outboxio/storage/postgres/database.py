@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Hashable
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import nullcontext, suppress
 from datetime import datetime
 from functools import partial
+from operator import methodcaller
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -84,12 +85,7 @@ def where(url: str | None) -> str:
     return f"{parts.netloc.rpartition('@')[2] or 'the local socket'}{parts.path}"
 
 
-def waits_for(connection: Any) -> Hashable | None:
-    answer: Hashable | None = connection.waits_for()
-    return answer
-
-
-CALLS = ServerCalls(is_usable, hang_up, drop, waits_for, sessions_of)
+CALLS = ServerCalls(is_usable, hang_up, drop, methodcaller("waits_for"), sessions_of)
 
 
 class PostgresDatabase(ServerDatabase[LoopConnection], Tables):

@@ -23,6 +23,8 @@ OPTIONS: dict[str, Any] = {
 class ActionConnection(ResetsItself, PsycopgConnection):
     """A connection of our own pool."""
 
+    _execute_with_arguments = PsycopgConnection.execute
+
     async def _end(self, query: str, timeout: float | None) -> None:
         await super()._end(query, timeout)
         if self._quick and query.startswith("ROLLBACK"):

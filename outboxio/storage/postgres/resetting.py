@@ -33,6 +33,8 @@ NO_ROW = "SELECT 0"
 class ResetsItself(_Connection):  # type: ignore[misc]  # the methods of both drivers
     """A connection of our own pool. The statements that reset the session travel in the same message as COMMIT."""
 
+    _execute_with_arguments: Any
+    """The driver's own method."""
     is_reset: bool
     """True if the session has the state of a new connection."""
     refusals: int
@@ -54,9 +56,9 @@ class ResetsItself(_Connection):  # type: ignore[misc]  # the methods of both dr
         self._is_ending = True
 
     def execute(self, query: str, *args: Any, timeout: float | None = None) -> Any:
-        parent: Any = super()
         if args:
-            return parent.execute(query, *args, timeout=timeout)
+            return self._execute_with_arguments(query, *args, timeout=timeout)
+        parent: Any = super()
         if self._is_ending:
             return self._end(query, timeout)
         if ";" in query[:-1]:
