@@ -46,6 +46,17 @@ Server = str | AbstractConnection
 """A URL such as ``amqp://user:password@localhost/``, or a connection that the application has opened, and closes."""
 
 
+class _ClosedIfRefused(aio_pika.Connection):
+    """Closes itself if it cannot connect. aio-pika would close it when it is collected, which fails in a thread."""
+
+    async def connect(self, timeout: float | None = None) -> None:
+        try:
+            await super().connect(timeout)
+        except BaseException:
+            await self.close()
+            raise
+
+
 class _Connection(Connection):
     """A connection with one channel. The options are keywords of ``aio_pika.connect``, such as ``ssl_context``.
 
@@ -77,7 +88,11 @@ class _Connection(Connection):
             if self.is_given:
                 self._connection = self.server
             elif self._connection is None or self._connection.is_closed:
-                options: dict[str, Any] = {"timeout": CONNECT_TIMEOUT, **self.options}
+                options: dict[str, Any] = {
+                    "timeout": CONNECT_TIMEOUT,
+                    "connection_class": _ClosedIfRefused,
+                    **self.options,
+                }
                 self._connection = await aio_pika.connect(self.server, **options)
             self._channel = self._connection.channel(publisher_confirms=confirms)
             await self._channel.initialize(timeout=CONNECT_TIMEOUT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -16,10 +17,11 @@ from aiormq.abc import ChannelFrame
 from pamqp.body import ContentBody
 from pamqp.header import ContentHeader
 
-from outboxio import ConfigurationError, Event, Outbox, RetryPolicy
+from outboxio import ConfigurationError, Event, Outbox, RetryPolicy, Unavailable
 from outboxio.integrations.rabbitmq import RabbitInbox, RabbitRelay
 from tests.kit.app import Look, eventually
 from tests.kit.brokers import PASSWORD, USER, Broker, OwnRabbitmq
+from tests.kit.ports import free_port
 
 pytestmark = pytest.mark.above_statements
 
@@ -355,3 +357,14 @@ def test_a_routing_key_names_no_queue_of_the_broker() -> None:
 def test_a_queue_needs_a_name(outbox: Outbox) -> None:
     with pytest.raises(ConfigurationError, match="expected the name of a queue"):
         RabbitInbox(outbox, "amqp://localhost/", queue="")
+
+
+async def test_a_connection_that_was_refused_is_closed() -> None:
+    """aio-pika would close it when it is collected, which fails in a thread."""
+    port = free_port()
+    relay = RabbitRelay(f"amqp://127.0.0.1:{port}/", name="r", types=(Noted,), exchange="")
+    with pytest.raises(Unavailable) as refused:
+        await relay.ensure_connected()
+
+    made = [one for one in gc.get_objects() if isinstance(one, aio_pika.Connection) and one.url.port == port]
+    assert [one.is_closed for one in made] == [True], refused
