@@ -29,7 +29,7 @@ STEP, SLOW = 0.05, 3.0  # seconds between commits, and until a slow endpoint ans
 
 class Shipped(Event):
     endpoint: int
-    moment: float
+    committed_at: float
 
 
 class Latencies(asyncio.Protocol):
@@ -48,7 +48,7 @@ class Latencies(asyncio.Protocol):
         if not end or len(body) < int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0]):
             return
         self._data = b""
-        self._arrived.append(time.monotonic() - msgspec.json.decode(body)["data"]["moment"])
+        self._arrived.append(time.monotonic() - msgspec.json.decode(body)["data"]["committed_at"])
         if self._wait is not None:
             asyncio.get_running_loop().call_later(self._wait, self._answer)
 

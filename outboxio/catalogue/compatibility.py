@@ -87,8 +87,8 @@ class _Comparison:
         for name in new.get("required", ()):
             formers = [each for each in before if read_as.get(each) == name]
             if not any(each in old.get("required", ()) for each in formers):
-                told = "was made required" if formers else "was added and is required"
-                yield Change(_joined(path, name), told, "give the field a default")
+                text = "was made required" if formers else "was added and is required"
+                yield Change(_joined(path, name), text, "give the field a default")
         yield from self._rest(old, new, path)
 
     def _rest(self, old: Schema, new: Schema, path: str) -> Iterator[Change]:
@@ -191,7 +191,7 @@ def _choices(given: Any, root: Schema) -> list[Schema]:
 
 
 def _requiring(name: str, schema: Schema) -> Schema:
-    """An alternative of a union that is told apart by this property."""
+    """An alternative of a union whose discriminator is this property."""
     required = schema.get("required", ())
     return schema if name in required or "properties" not in schema else {**schema, "required": [*required, name]}
 

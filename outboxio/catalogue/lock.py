@@ -136,12 +136,12 @@ def _changes(one: EventType, former: LockedType, cls: type[AnyEvent] | None) -> 
         yield BreakingChange(one.name, None, f"went from version {former.version} back to {one.version}", fix)
         return
     for number, version in sorted(former.versions.items()):
-        told = list[Change]()
+        changes = list[Change]()
         if number == one.version and version.schema is not None:
-            told = breaking_changes(version.schema, one.schema)
+            changes = breaking_changes(version.schema, one.schema)
         elif (missing := _missing(one, number)) is not None:
-            told = [Change("", f"rows of version {number} have no upcaster from version {missing}", "write it")]
-        for change in told or _replayed(cls, number, version.examples):
+            changes = [Change("", f"rows of version {number} have no upcaster from version {missing}", "write it")]
+        for change in changes or _replayed(cls, number, version.examples):
             yield BreakingChange(one.name, change.field or None, change.text, _advice(one, number, change))
 
 

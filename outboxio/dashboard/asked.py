@@ -207,7 +207,7 @@ class Asked:
     @property
     def sends_webhooks(self) -> bool:
         """True if a handler of this process sends webhooks."""
-        return any(WEBHOOK_DELIVERY in handler.wanted_names for handler in self.outbox._handlers)  # pyright: ignore[reportPrivateUsage]
+        return any(WEBHOOK_DELIVERY in handler.wanted_names for handler in self.outbox._handlers)  # pyright: ignore[reportPrivateUsage]  # the dashboard is part of outboxio
 
     def is_at(self, page: str) -> bool:
         """True if this is the page, or a page below."""

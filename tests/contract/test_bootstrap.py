@@ -497,7 +497,7 @@ async def test_rows_that_ignore_the_position_are_refused(outbox: Outbox, look: L
     ("returned", "error", "says"),
     [
         (7, InvalidEvent, "7 is no Event"),
-        (Snapshot(7), InvalidEvent, "7 is no Event"),  # type: ignore[arg-type]
+        (Snapshot(7), InvalidEvent, "7 is no Event"),  # type: ignore[arg-type]  # wrong on purpose
         (MoneyDeposited, InvalidEvent, "is a class; emit an instance"),
         (Other(), ConfigurationError, "an event 'Other', which handler 'view' does not handle; it handles WalletCh"),
         (WalletChanged("w", 1, 1), ConfigurationError, "without a key, and handler 'view' is ordered"),

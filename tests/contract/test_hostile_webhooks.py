@@ -238,7 +238,7 @@ def test_allowed_names_and_networks_may_come_in_any_case_and_once() -> None:
 async def test_a_process_forgets_endpoints_that_it_does_not_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outgoing, "LANES", 2)
     (deliveries,) = Webhooks(name="hooks", types=[Shipped], endpoints=[]).companions()
-    find: Any = deliveries._lane  # type: ignore[attr-defined]
+    find: Any = deliveries._lane  # type: ignore[attr-defined]  # of the companion, whose class is private
     failing = find("failing")
     failing.failed(OSError())
     failing.failed(OSError())

@@ -286,7 +286,7 @@ _OF_ENDPOINTS = tuple(cls.__name__ for cls in (DeliveryFailed, DeliveryPostponed
 
 def checked_endpoints(given: Any) -> list[Endpoint]:
     """The endpoints as a list, each id once. :class:`~outboxio.ConfigurationError` for anything else."""
-    found: list[Any] = list(given) if isinstance(given, Iterable) else [given]  # pyright: ignore[reportUnknownArgumentType]
+    found: list[Any] = list(given) if isinstance(given, Iterable) else [given]  # pyright: ignore[reportUnknownArgumentType]  # checked below
     for one in found:
         if not isinstance(one, Endpoint):
             raise ConfigurationError(f"endpoints= has {briefly(one)}; expected Endpoint objects, or a function of them")
