@@ -452,7 +452,7 @@ async def test_an_old_operation_does_not_cancel_a_later_run(make_outbox: MakeOut
         await journal.calls(1)
         record = (await records(outbox))["1"]
         # Private, because no public call leaves the row of a process that has died.
-        recorder, [one] = outbox.admin._recorder, outbox.admin._shards.chosen(None)  # pyright: ignore[reportPrivateUsage]  # an operation that a second process has written
+        recorder, [one] = outbox.admin._recorder, outbox.admin._shards.chosen(None)  # pyright: ignore[reportPrivateUsage]
         order = recorder.order("cancel", {"ids": [str(record.id)]}, None, None)
         left = await recorder.begin(order, one, "a process that has died")
         clock.advance(timedelta(seconds=11))

@@ -25,12 +25,13 @@ from outboxio.storage.engines.given_engine import GivenEngine
 from outboxio.storage.postgres import errors
 from outboxio.storage.postgres.connection import (
     LoopConnection,
+    as_asyncpg,
+    connections_of,
     drop,
     is_usable,
     quoted,
     underlying,
 )
-from outboxio.storage.postgres.drivers import as_asyncpg, connections_of
 from outboxio.storage.postgres.errors import Plans
 from outboxio.storage.postgres.events import PostgresEvents
 from outboxio.storage.postgres.lock import PostgresClusterLock, PostgresKeySession

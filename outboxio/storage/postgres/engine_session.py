@@ -8,7 +8,7 @@ from typing import Any
 
 from outboxio.errors import ConfigurationError
 from outboxio.storage.engines.unit import Unit
-from outboxio.storage.postgres.drivers import as_asyncpg
+from outboxio.storage.postgres.connection import as_asyncpg
 from outboxio.storage.postgres.errors import Plans
 from outboxio.storage.postgres.session import ENDING_TIMEOUT, PostgresSession
 from outboxio.support.aio import TimeLimit
