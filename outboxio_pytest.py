@@ -1,8 +1,8 @@
-"""The pytest plugin of outboxio: fixtures for an outbox in memory, its clock, and the events that a test emits; and
+"""The pytest plugin of outboxio: fixtures for an in-memory outbox, its clock, and the events that a test emits; and
 ``@pytest.mark.simulate``, which runs a test as the scenario of a simulation.
 
-pytest imports this module in every test run, also in runs that use no fixture of outboxio. So this module is apart from
-the package, and imports the package inside of fixtures only. docs/how-to/testing.md describes the fixtures.
+pytest imports this module in every test run, even if no fixture of outboxio is used. That is why it is not part of the
+package, and imports the package only inside fixtures. docs/how-to/testing.md describes the fixtures.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SEEDS = 200
 
 @pytest.fixture
 def outbox_clock() -> MovableClock:
-    """The clock of ``outbox_for_tests``: stands still until the test moves it."""
+    """The clock of ``outbox_for_tests``, which only the test advances."""
     from outboxio.testing import MovableClock
 
     return MovableClock()
@@ -32,16 +32,16 @@ def outbox_clock() -> MovableClock:
 
 @pytest.fixture
 def outbox_under_test() -> Outbox | Handlers | None:
-    """Override this fixture: return your ``Handlers()``, or an outbox of your own.
+    """Override this fixture to return your ``Handlers()``, or your own outbox.
 
-    The default is ``None``: an outbox in memory without handlers.
+    The default is ``None``: an in-memory outbox without handlers.
     """
     return None
 
 
 @pytest.fixture
 def outbox_resources() -> Any:
-    """Override this fixture: the ``resources=`` of the outbox in memory, such as fakes by type."""
+    """Override this fixture to return the ``resources=`` of the in-memory outbox, such as fakes by type."""
     return None
 
 
@@ -52,9 +52,9 @@ def outbox_for_tests(
     outbox_resources: Any,
     outbox_clock: MovableClock,
 ) -> Iterator[Outbox]:
-    """The outbox of the test, with tables: in memory with your handlers, or the outbox of ``outbox_under_test``.
+    """The migrated outbox of the test: in-memory with your handlers, or the one returned by ``outbox_under_test``.
 
-    An outbox that is not in use yet gets its tables here, and is closed after the test.
+    An outbox that is not in use yet is migrated here, and closed after the test.
     """
     _refuse_trio(request)
     from outboxio import Outbox
@@ -66,7 +66,7 @@ def outbox_for_tests(
         if handlers is not None:
             outbox.include(handlers)
     if not any_loop.is_unused(outbox):
-        yield outbox  # a fixture of the application has made the tables, and closes the outbox
+        yield outbox  # another fixture has migrated the outbox, and closes it
         return
     any_loop.prepare(outbox)
     try:
@@ -77,7 +77,7 @@ def outbox_for_tests(
 
 @pytest.fixture
 def outbox_drain(outbox_for_tests: Outbox) -> Drain:
-    """``await outbox_drain()``: handle all due events of ``outbox_for_tests``, and raise the errors of handlers."""
+    """``await outbox_drain()`` handles all due events of ``outbox_for_tests``, and raises the errors of handlers."""
     from outboxio.testing import drain
 
     async def drain_outbox(timeout: float | str | None = "10s") -> Drained:
@@ -88,7 +88,7 @@ def outbox_drain(outbox_for_tests: Outbox) -> Drain:
 
 @pytest.fixture
 def outbox_events() -> Iterator[EmittedEvents]:
-    """The events that are emitted in the test, in any outbox: ``outbox_events.of(OrderPaid).one()``."""
+    """The events that the test emits, in any outbox: ``outbox_events.of(OrderPaid).one()``."""
     from outboxio.testing import watch_events
 
     with watch_events() as events:
@@ -118,7 +118,7 @@ def world(request: pytest.FixtureRequest) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_pycollect_makeitem() -> Generator[None, Any, Any]:
-    """Collect tests with the mark ``simulate``, whatever other plugins make of async functions."""
+    """Collect tests with the mark ``simulate``, regardless of what other plugins do with async functions."""
     made = yield
     items: Any = made
     return [_simulated(each) for each in items] if isinstance(made, list) else made
@@ -128,15 +128,15 @@ def _simulated(item: Any) -> Any:
     if not isinstance(item, pytest.Function) or item.get_closest_marker("simulate") is None:
         return item
     kind: Any = _Simulated
-    given: Any = item
+    source: Any = item
     return kind.from_parent(
-        given.parent, name=given.name, callspec=getattr(given, "callspec", None), fixtureinfo=given._fixtureinfo,
-        keywords=given.keywords, originalname=given.originalname,
+        source.parent, name=source.name, callspec=getattr(source, "callspec", None), fixtureinfo=source._fixtureinfo,
+        keywords=source.keywords, originalname=source.originalname,
     )  # fmt: skip
 
 
 class _Simulated(pytest.Function):
-    """A test that is the scenario of a simulation. Its other fixtures are made once for all seeds."""
+    """A test that is the scenario of a simulation. Its other fixtures are set up once for all seeds."""
 
     failed: SimulationFailed | None = None
 
@@ -159,8 +159,8 @@ class _Simulated(pytest.Function):
         if self.failed is not None:
             raise self.failed.__cause__ or self.failed
 
-    def told(self) -> str:
-        """What a person needs to know of the failed seed."""
+    def report(self) -> str:
+        """Describe the failed seed."""
         failed = self.failed
         assert failed is not None
         repeat = f"Repeat it: pytest {shlex.quote(self.nodeid)} --simulation-seed {failed.seed}"
@@ -181,14 +181,14 @@ def pytest_runtest_makereport(
     report = yield
     events = getattr(item, "funcargs", {}).get("outbox_events")
     if report.failed and report.when == "call" and events is not None:
-        report.sections.append(("outbox events", events.told()))
+        report.sections.append(("outbox events", events.summary()))
     if report.failed and isinstance(item, _Simulated) and item.failed is not None:
-        report.sections.append(("simulation", item.told()))
+        report.sections.append(("simulation", item.report()))
     return report
 
 
 def _refuse_trio(request: pytest.FixtureRequest) -> None:
-    """outboxio runs on asyncio: anyio's plugin runs each test on each backend by default."""
+    """Fail tests that anyio's plugin runs on trio, as it does by default: outboxio supports only asyncio."""
     if "anyio_backend" not in request.fixturenames:
         return
     backend = request.getfixturevalue("anyio_backend")

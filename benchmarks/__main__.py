@@ -1,4 +1,4 @@
-"""``python -m benchmarks``: measure, show, and keep the results."""
+"""``python -m benchmarks``: measure, show, and save the results."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WIDTH = 140
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    # In a file or a pipe the window cannot be made wider.
+    # A file or a pipe has no window that a reader could widen.
     console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     options = _options(arguments)
     if options.write:
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         keep(results, options.json)
     report.show(results, console)
     if not options.read:
-        console.print(f"[dim]Everything that was measured is in {options.json}[/]")
+        console.print(f"[dim]All measurements are in {options.json}[/]")
     before = kept.read()
     worse = bool(before and kept.regressions(results, before)) or bool(aims.missed(results))
     if options.write:
@@ -84,7 +84,7 @@ def measure(options: argparse.Namespace, console: Console) -> Results:
             with closing(servers):
                 _measure_on(slot, servers, results, plans[slot.dialect], options, console)
     except KeyboardInterrupt:
-        console.print("[yellow]Stopped; what was measured until now:[/]")
+        console.print("[yellow]Stopped; the results so far:[/]")
     return results
 
 
@@ -113,7 +113,7 @@ def _measure_on(
 
 
 def keep(results: Results, path: Path) -> None:
-    """Write the results down; after each run, because all runs together take long."""
+    """Save the results. Called after each run, because a whole session takes long."""
     path.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1))
 
 
@@ -123,7 +123,7 @@ def _chosen(contestants: Sequence[Contestant], names: str | None) -> list[Contes
 
 
 def _scenarios(names: str | None, words: Sequence[str] | None = None, size: str = "full") -> list[Scenario]:
-    """The chosen scenarios, each with the chosen settings. A scenario that is named has a round in each size."""
+    """Return the chosen scenarios with the chosen settings. A scenario chosen by name runs in every size."""
     wanted = [name.strip() for name in (names or "").split(",") if name.strip()]
     if unknown := [name for name in wanted if name not in BY_NAME]:
         raise SystemExit(f"no scenario {', '.join(unknown)}; there are {', '.join(BY_NAME)}")
@@ -144,20 +144,20 @@ def _scenarios(names: str | None, words: Sequence[str] | None = None, size: str 
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="How fast outboxio is, beside others.")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Compare outboxio's speed with others.")
     add = parser.add_argument
     add("--size", choices=SIZES, default="quick", help="how much is measured (default: quick)")
-    add("--database", metavar="URL", help="a server of your own; MySQL and MariaDB must have no database eventlog")
-    add("--only", metavar="NAMES", help="dialects or versions, as the tests call them: postgres18,mysql")
-    add("--scenario", metavar="NAMES", help=f"of {', '.join(BY_NAME)}")
-    add("--setting", metavar="WORDS", nargs="+", help="only settings of which the name has one of these in it")
+    add("--database", metavar="URL", help="your own server; MySQL and MariaDB must not have a database eventlog")
+    add("--only", metavar="NAMES", help="dialects or versions, named as in the tests: postgres18,mysql")
+    add("--scenario", metavar="NAMES", help=f"one or more of {', '.join(BY_NAME)}")
+    add("--setting", metavar="WORDS", nargs="+", help="only settings whose names contain one of these")
     add("--contestant", metavar="NAMES", help="outboxio, bare, bare-plain, by-hand, one-visit, or a peer's name")
-    add("--rounds", type=int, help="instead of each scenario's own number")
-    add("--seed", type=int, default=secrets.randbelow(10_000), help="of the order in each round")
-    add("--no-peers", dest="peers", action="store_false", help="without other projects")
-    add("--strict", action="store_true", help="fail also for regressions and missed aims")
-    add("--json", type=Path, default=KEPT, metavar="FILE", help=f"where all figures go (default: {KEPT})")
-    add("--read", type=Path, nargs="+", metavar="FILE", help="measure nothing, show what such files hold together")
+    add("--rounds", type=int, help="rounds per scenario, instead of the scenario's default")
+    add("--seed", type=int, default=secrets.randbelow(10_000), help="seed for the order in each round")
+    add("--no-peers", dest="peers", action="store_false", help="skip other projects")
+    add("--strict", action="store_true", help="also fail for regressions and missed aims")
+    add("--json", type=Path, default=KEPT, metavar="FILE", help=f"file for all figures (default: {KEPT})")
+    add("--read", type=Path, nargs="+", metavar="FILE", help="measure nothing; show the results in these files")
     add(
         "--write", type=Path, nargs="?", const=PROJECT, metavar="FOLDER",
         help="write performance.md, its chart and benchmarks.json, and the figures of the other pages (default: here)",

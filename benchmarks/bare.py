@@ -1,11 +1,11 @@
-"""The bare pipeline: the limit of SQL and asyncio with the same rows, without a framework.
+"""The bare pipeline: the upper bound for SQL and asyncio with the same rows, without a framework.
 
-The pipeline has two stages, with the full context in every row, as outboxio has. Finding, running and settling overlap:
+Like outboxio, the pipeline has two stages and the full context in every row. Finding, running and settling overlap:
 three connections, a keyset cursor instead of a claim, long-lived workers, outcomes settled in the background. An
-exclusive dispatcher may do all that. The pipeline has no locks, no terms, no retries, no errors, no timeouts, no
-handlers that come and go, and no rows that become due behind its cursor.
+exclusive dispatcher can do all this. The pipeline has no locks, terms, retries, error handling or timeouts; its
+handlers never change, and no row becomes due behind its cursor.
 
-``plain`` is the simplest form: a loop that finds, runs a task per row, and settles.
+``plain`` is the simplest form: a loop that finds rows, runs a task per row, and settles.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from benchmarks.task import Figures, Task
 BATCH = 1000
 OUTCOMES = 500
 WORKERS = 100
-PAUSE = 0.002  # seconds between two looks at an empty table
+PAUSE = 0.002  # seconds between two reads of an empty table
 
 Row = Sequence[Any]
-"""The row's id, its payload, and all that a handler might ask for."""
+"""The row's id, its payload, and everything else that a handler may need."""
 
 
 class Payload(Struct):
@@ -42,13 +42,13 @@ Handler = Callable[[Payload], Awaitable[None]]
 
 
 class Tables(Protocol):
-    """The tables on one database, and the three statements of the pipeline, each on a separate connection."""
+    """The tables in one database, and the pipeline's three statements, each on its own connection."""
 
     events: str
-    """What the table of events is called."""
+    """The name of the table of events."""
 
     async def make(self, events: int, types: int, handlers: int) -> None:
-        """Empty tables, filled with undelivered events."""
+        """Create the tables, with undelivered events."""
         ...
 
     async def fan_out(self) -> int:
@@ -56,17 +56,17 @@ class Tables(Protocol):
         ...
 
     async def find_due(self, limit: int) -> Sequence[Row]:
-        """The next rows behind the rows found before."""
+        """Return the rows after those returned before."""
         ...
 
     def start_over(self) -> None:
-        """Find from the beginning again."""
+        """Reset the cursor to the start."""
         ...
 
     async def settle(self, ids: Sequence[Any]) -> None: ...
 
     async def count(self) -> tuple[int, int]:
-        """How many events are delivered, and how many notifications have succeeded."""
+        """Return the number of delivered events and of succeeded notifications."""
         ...
 
     async def close(self) -> None: ...
@@ -77,7 +77,7 @@ def now() -> datetime:
 
 
 async def drain(tables: Tables, task: Task, *, dispatching: bool = True) -> Figures:
-    """Fan out and dispatch so many committed events, or fan them out only."""
+    """Fan out and dispatch the committed events, or only fan them out."""
     events, types, handlers = task["events"], task["types"], task["handlers"]
     dispatch = _plain if task.options.get("plain") else _pipelined
     async with metered(task.url, task.dialect) as meter:
@@ -97,7 +97,7 @@ async def drain(tables: Tables, task: Task, *, dispatching: bool = True) -> Figu
 
 
 async def keep_up(tables: Tables, events: int, handler: Handler) -> None:
-    """Fan out and dispatch so many events, which producers may commit meanwhile, for a single handler."""
+    """Fan out and dispatch ``events`` events for a single handler; producers may commit them at the same time."""
     async with asyncio.TaskGroup() as group:
         group.create_task(_fan_out(tables, events))
         group.create_task(_pipelined(tables, events, handler))
@@ -190,21 +190,21 @@ async def _pipelined(tables: Tables, total: int, handler: Handler = _handler) ->
 
 
 class Writer(Protocol):
-    """A hand-written transaction: it changes a wallet, and inserts the row of the event."""
+    """A hand-written transaction that changes a wallet and inserts the event's row."""
 
     async def open(self, callers: int) -> None: ...
 
     async def deposit(self, wallet: int) -> None: ...
 
     async def count(self) -> int:
-        """How many rows say so."""
+        """Return the number of event rows."""
         ...
 
     async def close(self) -> None: ...
 
 
 async def execute(writer: Writer, task: Task) -> Figures:
-    """So many callers, each with one transaction after the other."""
+    """Run concurrent callers, each with one transaction after another."""
     async with metered(task.url, task.dialect) as meter:
         await writer.open(task["callers"])
         await asyncio.gather(*(writer.deposit(wallet) for wallet in range(task["callers"])))  # statements are prepared
@@ -217,7 +217,7 @@ async def execute(writer: Writer, task: Task) -> Figures:
 
 
 async def called(meter: Meter, actions: int, callers: int, act: Any) -> list[float]:
-    """Have ``act`` called with the number of a wallet, so often, by so many at once; how long each call took."""
+    """Call ``act`` with wallet numbers, ``actions`` times from ``callers`` tasks. Return the seconds of each call."""
     loop = asyncio.get_running_loop()
     left, spent = iter(range(actions)), list[float]()
 

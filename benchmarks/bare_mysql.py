@@ -1,8 +1,8 @@
 """The bare pipeline and the bare transaction on MySQL and MariaDB, over aiomysql.
 
-aiomysql parses rows in Python, about 2 us per column and 5 us per row. A batch of ids therefore travels as one JSON
-text, and values that a handler may never read travel as one column. The server is the busier half here, so the server
-spells no more JSON than necessary. Several statements travel in as few messages as possible.
+aiomysql parses rows in Python, about 2 us per column and 5 us per row. A batch of ids is therefore sent as one JSON
+text, and values that a handler may never read are sent as one column. The server is the bottleneck, so it produces no
+more JSON than necessary. Several statements share a message where possible.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ _COPIED = (
     "namespace, action_id, action_name, action_params, started_date, completion_date, model_id, model_type, "
     "event_type, payload, event_date"
 )
-# A branch per type, joined with UNION ALL.
+# One SELECT per type, combined with UNION ALL.
 CLAIM = """
 (SELECT JSON_ARRAYAGG(b.id) FROM (SELECT id FROM bare.events FORCE INDEX (undelivered)
   WHERE delivered = FALSE AND event_type = '{event_type}' ORDER BY event_date LIMIT {share} FOR UPDATE SKIP LOCKED) b)
 """
-# The event's id with the handler's number at the end: appended in order, and cheaper than a random id.
+# The event's id with the handler's number at the end: appended in index order, and cheaper than a random id.
 INSERT_NOTIFICATIONS = f"""
 INSERT INTO bare.event_notifications (id, event_id, handler_name, {_COPIED}, state, attempts, next_retry_at,
   created_date, updated_date)
@@ -81,7 +81,7 @@ _ids = msgspec.json.Decoder(list[str]).decode
 
 
 class Quiet(aiomysql.Cursor):
-    """A cursor that asks for no warnings: each question would be a round trip."""
+    """A cursor that does not fetch warnings, which would cost a round trip each time."""
 
     async def _show_warnings(self, connection: Any) -> None:
         pass
@@ -156,7 +156,7 @@ async def _connect(url: str) -> aiomysql.Connection:
 
 
 async def _run(connection: aiomysql.Connection, sql: str, args: tuple[Any, ...] | None = None) -> Sequence[Any]:
-    """The rows of the statement; of several statements in a message, the rows of the last statement that has rows."""
+    """Run one or more statements. Return the rows of the last statement that has rows."""
     cursor = await connection.cursor()
     await cursor.execute(sql, args)
     rows = await cursor.fetchall()
@@ -199,7 +199,7 @@ class Writer:
         )
 
     async def deposit(self, wallet: int) -> None:
-        moment = now()
+        started = now()
         async with self._pool.acquire() as connection:
             cursor = await connection.cursor()
             await connection.begin()
@@ -209,7 +209,7 @@ class Writer:
                 [(balance,)] = await cursor.fetchall()
                 params = json.dumps({"wallet": wallet})
                 payload = json.dumps({"model_id": str(wallet), "amount": balance, "currency": "EUR"})
-                row = (str(uuid7()), str(uuid7()), params, moment, moment, str(wallet), payload, moment)
+                row = (str(uuid7()), str(uuid7()), params, started, started, str(wallet), payload, started)
                 await cursor.execute(INSERT, row)
                 await connection.commit()
             except BaseException:

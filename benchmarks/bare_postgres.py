@@ -35,7 +35,7 @@ CREATE TABLE bare.event_notifications (id uuid PRIMARY KEY, event_id uuid NOT NU
 CREATE INDEX ON bare.event_notifications (next_retry_at, id) WHERE state IN ('PENDING', 'FAILED');
 """
 
-# Each type has a share of the batch: a whole batch per type would read 200 batches in vain.
+# Each type gets a share of the batch: with a whole batch per type, up to 200 batches would be read for nothing.
 FAN_OUT = """
 WITH batch AS MATERIALIZED (
   SELECT b.* FROM unnest($1::text[]) types(t) CROSS JOIN LATERAL (
@@ -137,12 +137,12 @@ class Writer:
         self._pool: Any = await asyncpg.create_pool(self._url, min_size=callers, max_size=callers)
 
     async def deposit(self, wallet: int) -> None:
-        moment = now()
+        started = now()
         async with self._pool.acquire() as connection, connection.transaction():
             balance = await connection.fetchval(DEPOSIT, wallet)
             params = json.dumps({"wallet": wallet})
             payload = json.dumps({"model_id": str(wallet), "amount": balance, "currency": "EUR"})
-            await connection.execute(INSERT, uuid7(), uuid7(), params, moment, str(wallet), payload)
+            await connection.execute(INSERT, uuid7(), uuid7(), params, started, str(wallet), payload)
 
     async def count(self) -> int:
         return int(await self._pool.fetchval("SELECT count(*) FROM eventlog.events"))

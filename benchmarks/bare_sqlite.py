@@ -1,8 +1,7 @@
 """The bare pipeline and the bare transaction on SQLite, over the standard library's driver.
 
-One connection writes, in a thread, and a second connection reads in a second thread. A batch of rows is a single row
-with a JSON text: the driver releases the interpreter at every row, and gets the interpreter back only when the loop
-pauses.
+One connection writes in a thread, and a second one reads in a second thread. A batch of rows is a single row with a
+JSON text: the driver releases the GIL at every row, and reacquires it only when the event loop pauses.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ _COPIED = (
     "namespace, action_id, action_name, action_params, started_date, completion_date, model_id, model_type, "
     "event_type, payload, event_date"
 )
-# The event's id with the handler's number at the end: appended in order, and cheaper than a random id.
+# The event's id with the handler's number at the end: appended in index order, and cheaper than a random id.
 INSERT_NOTIFICATIONS = f"""
 INSERT INTO bare_event_notifications (id, event_id, handler_name, {_COPIED}, state, attempts, next_retry_at,
   created_date, updated_date)
@@ -95,7 +94,7 @@ _ids = msgspec.json.Decoder(list[str]).decode
 
 
 class _Thread:
-    """A connection in a dedicated thread."""
+    """A connection with its own thread."""
 
     def __init__(self, url: str) -> None:
         self._path = urlsplit(url).path[1:]
@@ -195,9 +194,9 @@ COUNT_EVENTS = "SELECT count(*) FROM eventlog_events"
 
 
 class InOneVisit:
-    """Whole transactions in the writing thread; each costs the event loop a single thread hop.
+    """Whole transactions in the writing thread; each costs a single switch to the thread.
 
-    The transactions are functions, not coroutines: no code of the application runs between their statements.
+    The transactions are functions, not coroutines: no application code runs between their statements.
     """
 
     def __init__(self, url: str) -> None:
@@ -227,10 +226,9 @@ class InOneVisit:
 
 
 class StatementByStatement:
-    """Transactions as on the servers: coroutines that wait for each statement, here over aiosqlite.
+    """Transactions as on the servers: coroutines that await each statement, here over aiosqlite.
 
-    The transactions run one at a time: writers on separate connections would wait for each other inside SQLite, and
-    time out.
+    They run one at a time: writers on separate connections would wait for each other inside SQLite, and time out.
     """
 
     def __init__(self, url: str) -> None:

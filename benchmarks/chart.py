@@ -1,4 +1,4 @@
-"""The results as a picture: draining beside the other contestants, and the load over time."""
+"""Draw the results as a chart: drain rates of all contestants, and the load over time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ INK = "#334155"
 
 
 def require() -> None:
-    """Refuse to begin a run that could not draw its chart."""
+    """Exit before a run whose chart could not be drawn."""
     if find_spec("matplotlib") is None:
         raise SystemExit("the chart needs matplotlib: pip install 'outboxio[bench]'")
 
@@ -46,14 +46,14 @@ def draw(results: Results, path: Path) -> None:
         _backlogs(panels[-1][0], results)
         _windows(panels[-1][1], results)
         for panel in panels[-1]:
-            if not panel.lines:  # that was not measured
+            if not panel.lines:  # not measured
                 panel.set_visible(False)
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
 
 def _bars(panel: Any, results: Results, database: str, setting: str | None) -> None:
-    """All contestants, draining one type for one handler."""
+    """Draw the drain rates of all contestants, with one type and one handler."""
     if setting is None:
         panel.axis("off")
         return
@@ -70,7 +70,7 @@ def _bars(panel: Any, results: Results, database: str, setting: str | None) -> N
 
 
 def _settings(panel: Any, results: Results, database: str, settings: list[str]) -> None:
-    """Us beside the bare pipeline, in every setting."""
+    """Draw outboxio and the bare pipeline in every setting."""
     headline = BY_NAME["drain"].headline
     for place, setting in enumerate(settings):
         for line in results.lines(database, "drain", setting):
@@ -82,7 +82,7 @@ def _settings(panel: Any, results: Results, database: str, settings: list[str]) 
 
 
 def _backlogs(panel: Any, results: Results) -> None:
-    """The waiting events while producers and handlers are at work."""
+    """Draw the number of waiting events while producers and handlers run."""
     first = BY_NAME["sustained"].settings[0].name
     for run in results.runs:
         if (run.scenario, run.setting, run.round) == ("sustained", first, 1) and "backlog" in run.figures:
@@ -93,7 +93,7 @@ def _backlogs(panel: Any, results: Results) -> None:
 
 
 def _windows(panel: Any, results: Results) -> None:
-    """The speed of a long backlog from its beginning to its end."""
+    """Draw the drain rate over the course of a long backlog."""
     longest = BY_NAME["backlog"].settings[0].name
     for run in results.runs:
         if (run.scenario, run.setting, run.round) == ("backlog", longest, 1) and run.figures.get("windows"):

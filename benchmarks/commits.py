@@ -1,8 +1,8 @@
-"""``python -m benchmarks.commits ee733e2 HEAD``: commits of this repository in turn, on one machine in one run.
+"""``python -m benchmarks.commits ee733e2 HEAD``: compare commits of this repository on one machine in one run.
 
-Times of different runs say little; the ratio of two commits that are measured in turn says which one costs more. Each
-round runs every commit in every scenario, each in a process of its own on an empty database. A ``.`` in the place of a
-commit is the working tree.
+Times of different runs are hardly comparable, but the ratio of two commits measured in alternation shows which one is
+slower. Each round runs every commit in every scenario, each in a new process with an empty database. ``.`` stands for
+the working tree.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ FIGURES = {
     "p50_ms": ("ms p50", ".2f"),
     "p90_ms": ("ms p90", ".2f"),
 }
-LONGEST = 300.0  # seconds of one run
+LONGEST = 300.0  # seconds that one run may take
 
 Key = tuple[str, str]
 """A scenario and a commit."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.commits", description="Commits in turn.")
-    parser.add_argument("commits", nargs="+", help="the first is what the others are compared with; . is this tree")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.commits", description="Compare commits.")
+    parser.add_argument("commits", nargs="+", help="the others are compared with the first; . is the working tree")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", default="postgres15", help="a database, as the tests call it (default: postgres15)")
-    parser.add_argument("--scenario", help="only scenarios that have these words in their names")
+    parser.add_argument("--only", default="postgres15", help="a database, named as in the tests (default: postgres15)")
+    parser.add_argument("--scenario", help="only scenarios whose names contain this text")
     options = parser.parse_args(arguments)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     as_they_come()
@@ -54,14 +54,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     scenarios = [name for name in SCENARIOS if (options.scenario or "") in name]
     with closing(servers), checkouts(options.commits) as places:
         server, database = take(servers, slot, "quick")
-        console.print(f"{database.id} {database.version}, {options.rounds} rounds in turn")
+        console.print(f"{database.id} {database.version}, {options.rounds} rounds")
         console.print(table(measure(server, places, scenarios, options.rounds, console), options.commits))
     return 0
 
 
 @contextmanager
 def checkouts(commits: Sequence[str]) -> Iterator[Mapping[str, Path]]:
-    """A folder with the files of each commit."""
+    """Check out each commit into a folder."""
     with tempfile.TemporaryDirectory(prefix="outboxio-commits-") as folder:
         places = dict[str, Path]()
         for number, commit in enumerate(commits):
@@ -78,7 +78,7 @@ def checkouts(commits: Sequence[str]) -> Iterator[Mapping[str, Path]]:
 def measure(
     server: Server, places: Mapping[str, Path], scenarios: Sequence[str], rounds: int, console: Console
 ) -> Mapping[Key, Sequence[Mapping[str, float]]]:
-    """The figures of every round."""
+    """Return the figures of every round."""
     measured, random = defaultdict[Key, list[Mapping[str, float]]](list), Random(0)
     with console.status("") as status:
         for number in range(1, rounds + 1):
@@ -102,9 +102,9 @@ def run(server: Server, place: Path, scenario: str) -> Mapping[str, float]:
 
 
 def table(measured: Mapping[Key, Sequence[Mapping[str, float]]], commits: Sequence[str]) -> Table:
-    """Medians, and the ratio of each commit to the first: above 1 is better for rates, below 1 for all others.
+    """Return the medians, and the ratio of each commit to the first: higher is better for rates, lower for the others.
 
-    A ratio is the median of the ratios within each round: a machine may run at half of its speed for a while.
+    A ratio is the median of the ratios within each round, because a machine may run at half its speed for a while.
     """
     others = commits[1:]
     shown = Table("", "", *commits, *(f"{other} / {commits[0]}" for other in others), box=None, pad_edge=False)
@@ -118,7 +118,7 @@ def table(measured: Mapping[Key, Sequence[Mapping[str, float]]], commits: Sequen
 
 
 def ratios(first: Sequence[float], other: Sequence[float]) -> str:
-    """The median of the ratios within each round, and the quartiles."""
+    """Return the median and the quartiles of the ratios within each round."""
     each = sorted(new / old for old, new in zip(first, other, strict=True))
     lower, middle, upper = quantiles(each, n=4, method="inclusive") if len(each) > 1 else each * 3
     return f"{middle:.2f} ({lower:.2f} to {upper:.2f})"

@@ -1,4 +1,4 @@
-"""The contestants: outboxio, the bare pipelines, and the peers, with their promises and the command of a run."""
+"""The contestants: outboxio, the bare pipelines and the peers, with their guarantees and commands."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Contestant(Struct, frozen=True):
     command: Callable[[Task], Sequence[str]]
     takes_part: Callable[[Scenario, Setting], bool]
     why_not: str = ""
-    """Why it cannot take part at all; empty if it can."""
+    """Why it cannot take part; empty if it can."""
 
 
 def _here(task: Task) -> Sequence[str]:
@@ -34,7 +34,7 @@ def _here(task: Task) -> Sequence[str]:
 
 
 def _elsewhere(command: Sequence[str], variant: str, task: Task) -> Sequence[str]:
-    if "processes" in task.options:  # started and measured as our own processes are
+    if "processes" in task.options:  # started and measured like our own processes
         return _here(replace(task, options={**task.options, "command": command}))
     return [*command, replace(task, options={**task.options, "variant": variant}).as_argument()]
 
@@ -62,7 +62,7 @@ OURS = (
         "bare-plain",
         "bare, one loop",
         "bare",
-        "the same in the simplest form: find, a task per row, settle",
+        "the same in its simplest form: find, one task per row, settle",
         EVERYWHERE,
         lambda task: _here(Task("drain", "bare", task.dialect, task.url, {**task.options, "plain": True})),
         lambda scenario, setting: "bare-plain" in scenario.contestants and setting.peers,
@@ -71,7 +71,7 @@ OURS = (
         "by-hand",
         "by hand, same rows",
         "bare",
-        "a transaction written by hand that writes the same rows into outboxio's table",
+        "a hand-written transaction that writes the same rows to outboxio's table",
         EVERYWHERE,
         _here,
         lambda scenario, setting: "by-hand" in scenario.contestants,
@@ -80,7 +80,7 @@ OURS = (
         "one-visit",
         "by hand, one visit to the thread",
         "bare",
-        "the same rows, the whole transaction as a single function in the writing thread, where no coroutine can run",
+        "the same rows; the whole transaction is one function in the writing thread, where no coroutine can run",
         ("sqlite",),
         _here,
         lambda scenario, setting: "one-visit" in scenario.contestants,
@@ -93,7 +93,7 @@ def _peer_takes_part(in_processes: bool, scenario: Scenario, setting: Setting) -
 
 
 def everybody(*, with_peers: bool, say: Callable[[str], None]) -> list[Contestant]:
-    """All contestants. Missing peers are installed; a peer that cannot be installed says why."""
+    """Return all contestants. Install missing peers; a peer that cannot be installed has the reason in ``why_not``."""
     found = list(OURS)
     for peer in PEERS if with_peers else ():
         installed = install(peer, say)

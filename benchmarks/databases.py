@@ -1,7 +1,7 @@
-"""The databases of the benchmarks: the servers of the tests, but with durable default settings.
+"""The databases for the benchmarks: the servers of the tests, but with durable default settings.
 
-The tests' own servers are fast because they write to memory without durability. Here the files are on a disk: in memory
-a commit is free, which flatters the contestant that commits most. Only the size of the caches is chosen.
+The tests run their servers in memory, without durability. Here the files are on a disk: a commit in memory is nearly
+free, which would favor the contestant with the most commits. Only the cache sizes differ from the defaults.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import pytest
 from msgspec import Struct
 
 from tests.kit import servers as of_tests
-from tests.kit.apart import run_apart
 from tests.kit.app import Look
+from tests.kit.background_loop import run_in_background
 from tests.kit.servers import DIALECTS, Mariadb, Mysql, Server, Servers, Slot
 
-# A part of the memory, as the manuals advise; with the default sizes, pages are evicted within seconds.
+# A share of the memory, as the manuals recommend; with the default sizes, pages are evicted within seconds.
 GIGABYTES = max(1, min(4, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**30 // 4))
 POSTGRES_SETTINGS = (f"shared_buffers={GIGABYTES}GB", f"min_wal_size={GIGABYTES}GB", f"max_wal_size={GIGABYTES}GB",
                      "max_connections=200")  # fmt: skip
@@ -37,7 +37,7 @@ SCHEMES = {"postgresql": "postgres", "postgres": "postgres", "mysql": "mysql", "
 
 
 class Database(Struct, frozen=True):
-    """A database that is available."""
+    """An available database."""
 
     id: str
     dialect: str
@@ -47,11 +47,11 @@ class Database(Struct, frozen=True):
 
 
 class NotHere(Exception):
-    """A database cannot be measured; the message says why."""
+    """Raised if a database cannot be measured; the message says why."""
 
 
 def as_they_come() -> None:
-    """Let servers that are started from now on be durable, on a disk: in TMPDIR if that is on a disk."""
+    """Make servers started from now on durable and on a disk: in TMPDIR if that is on a disk."""
     of_tests.FAST_PLACES[:] = [] if "TMPDIR" in os.environ else [DISK]
     of_tests.POSTGRES_SETTINGS[:] = [part for setting in POSTGRES_SETTINGS for part in ("-c", setting)]
     of_tests.MYSQL_SETTINGS[:] = MYSQL_SETTINGS
@@ -59,19 +59,19 @@ def as_they_come() -> None:
 
 
 def choose(url: str | None, only: str | None, environ: Mapping[str, str]) -> list[tuple[Slot, Servers]]:
-    """The servers to measure: one version of each dialect, or the servers chosen by their id or by a URL.
+    """Return the servers to measure: one version of each dialect, or those chosen by id or URL.
 
-    Each server can be ended alone, so that no two servers need memory at once.
+    Each server can be stopped separately, so that no two servers need memory at once.
     """
-    asked = dict(environ)
+    environment = dict(environ)
     if url:
         dialect = SCHEMES.get(urlsplit(url).scheme)
         if dialect is None:
-            raise SystemExit(f"DATABASE={url}: give a URL that begins with one of {', '.join(SCHEMES)}")
-        asked["OUTBOXIO_TEST_ONLY"] = dialect
+            raise SystemExit(f"DATABASE={url}: the URL must start with one of {', '.join(SCHEMES)}")
+        environment["OUTBOXIO_TEST_ONLY"] = dialect
         if dialect != "sqlite":
-            asked[f"OUTBOXIO_TEST_{dialect.upper()}_URL"] = url
-    servers = Servers.find(asked)
+            environment[f"OUTBOXIO_TEST_{dialect.upper()}_URL"] = url
+    servers = Servers.find(environment)
     if only:
         wanted = {name.strip() for name in only.split(",")}
         found = [slot for slot in servers.slots if {slot.id, slot.dialect} & wanted]
@@ -89,7 +89,7 @@ def choose(url: str | None, only: str | None, environ: Mapping[str, str]) -> lis
 
 
 def take(servers: Servers, slot: Slot, size: str) -> tuple[Server, Database]:
-    """Start a server if necessary. A run of the full size fills many log files, so the log is used once before."""
+    """Start a server if necessary. Before a full-size run, which fills many log files, fill the log once."""
     try:
         server = servers.take(slot)
     except (
@@ -100,13 +100,13 @@ def take(servers: Servers, slot: Slot, size: str) -> tuple[Server, Database]:
     with empty(server) as url:
         version = _version(url)
         if slot.dialect == "postgres" and size == "full" and not _is_given(server):
-            run_apart(_use_the_log_once(url))
+            run_in_background(_use_the_log_once(url))
     return server, Database(slot.id, slot.dialect, version, server.source, _settings(server))
 
 
 @contextmanager
 def empty(server: Server) -> Iterator[str]:
-    """The URL of an empty database, which is gone afterwards."""
+    """Yield the URL of an empty database, and drop the database afterwards."""
     with (
         tempfile.TemporaryDirectory(prefix="outboxio-bench-", dir=of_tests.place_of_files()) as directory,
         DIALECTS[server.dialect].fresh_database(server, Path(directory)) as url,
@@ -115,16 +115,16 @@ def empty(server: Server) -> Iterator[str]:
 
 
 async def _use_the_log_once(url: str) -> None:
-    """Fill the log files of a new server: a server that has run for a while uses its log files again.
+    """Fill the log files of a new server, because a server that has run for a while recycles them.
 
-    Creating a log file takes as long as filling one, and every commit waits for the file system meanwhile.
+    Creating a log file takes as long as filling one, and every commit waits for the file system during that time.
     """
     look = Look(url)
     files = GIGABYTES * 2**30 // WAL_FILE
     for _ in range(files):
         await look.fetch("SELECT pg_logical_emit_message(FALSE, 'outboxio', 'a file of the log')")
         await look.fetch("SELECT pg_switch_wal()")
-    for _ in range(2):  # the files before the last two are used again
+    for _ in range(2):  # the files before the last two are recycled
         await look.fetch("CHECKPOINT")
 
 
@@ -135,7 +135,7 @@ def _version(url: str) -> str:
         "aiomysql": "SELECT VERSION() AS version",
         "sqlite3": "SELECT sqlite_version() AS version",
     }
-    return str(run_apart(look.value(ask[look.driver])))
+    return str(run_in_background(look.value(ask[look.driver])))
 
 
 def _is_given(server: Server) -> bool:
@@ -144,7 +144,7 @@ def _is_given(server: Server) -> bool:
 
 def _settings(server: Server) -> str:
     if _is_given(server):
-        return "a server that was given, as it is"
+        return "a given server, with its own settings"
     match server.dialect:
         case "postgres":
             return f"{', '.join(POSTGRES_SETTINGS)}; {DEFAULTS}"

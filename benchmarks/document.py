@@ -1,4 +1,4 @@
-"""The results as a page of the documentation: ``performance.md``, with every row that was measured."""
+"""Write the results as a page of the documentation: ``performance.md``, with every row that was measured."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from benchmarks import kept, pages
-from benchmarks.aims import judged
+from benchmarks.aims import checked
 from benchmarks.chart import draw
 from benchmarks.databases import Database
 from benchmarks.report import spread
@@ -15,11 +15,11 @@ from benchmarks.scenarios import Scenario
 
 
 def write(results: Results, root: Path) -> list[Path]:
-    """Write the page, its chart and the kept ratios, and return their paths.
+    """Write the page, its chart and the saved ratios, and return their paths.
 
-    A full run also writes the figures of the other pages.
+    A full run also writes the figures in the other pages.
     """
-    folder = root / "docs" / "reference"
+    folder = root / "benchmarks" / "results"
     folder.mkdir(parents=True, exist_ok=True)
     page, chart, ratios = folder / "performance.md", folder / "performance.png", folder / kept.PATH.name
     draw(results, chart)
@@ -32,15 +32,14 @@ def _page(results: Results, chart: str) -> Iterator[str]:
     yield "# Performance"
     yield ""
     yield (
-        "Measured beside bare pipelines, which do the same work by hand-written SQL without a framework, and "
-        "beside the peers. All rows of a table come from the same run: in each round every contestant runs "
-        "once in a random order, each time in a fresh process and on an empty database. Figures are medians "
-        "of the rounds. The spread is from the lowest to the highest round, and empty after a single round. A "
-        "ratio compares outboxio with the row: more than 1 means that outboxio is faster. Lost comparisons "
-        "stay in the table."
+        "outboxio is compared with bare pipelines, which do the same work in hand-written SQL without a framework, "
+        "and with its peers. All rows of a table come from the same run: in each round, every contestant runs "
+        "once, in random order, in a fresh process with an empty database. Figures are medians of the rounds. "
+        "The spread is from the lowest to the highest round, and empty after a single round. A ratio compares "
+        "outboxio with the row: above 1, outboxio is faster. Comparisons that outboxio loses stay in the table."
     )
     yield ""
-    yield f"All figures of this page are from {pages.run_of(pages.Figures(results))}."
+    yield f"All figures on this page are from {pages.run_of(pages.Figures(results))}."
     yield ""
     yield f"![Events per second, outboxio and others]({chart})"
     yield ""
@@ -94,18 +93,18 @@ def _scenario(results: Results, database: Database, scenario: Scenario) -> Itera
 
 
 def _aims(results: Results) -> Iterator[str]:
-    found = judged(results)
+    found = checked(results)
     if not found:
         return
     yield "## Aims"
     yield ""
-    yield f"{sum(not verdict.holds for verdict in found)} of {len(found)} aims are missed; these come first."
+    yield f"{sum(not result.holds for result in found)} of {len(found)} aims are missed; these come first."
     yield ""
     yield from _row(["", "aim", "database", "wanted", "found"])
     yield from _row(["---", "---", "---", "---:", "---:"])
-    for verdict in found:
-        mark = "ok" if verdict.holds else "**no**"
-        yield from _row([mark, verdict.aim.says, verdict.database, verdict.aim.wanted, verdict.found])
+    for result in found:
+        mark = "ok" if result.holds else "**no**"
+        yield from _row([mark, result.aim.says, result.database, result.aim.wanted, result.found])
     yield ""
 
 
@@ -117,14 +116,14 @@ def _conditions(results: Results) -> Iterator[str]:
     yield "## The contestants"
     yield ""
     yield (
-        "A run ends when its last outcome is committed; a peer's clock stops when its last row is durably "
+        "A run ends when its last outcome is committed; for a peer, when its last row is durably "
         "done. Per event: `CPU µs` is the processor time of the measured process; statements and round trips "
-        "are counted on the sockets of the process; WAL is the volume that the whole server wrote meanwhile, "
+        "are counted on the sockets of the process; WAL is what the whole server wrote during the run, "
         "including the full pages after the checkpoint before each run. Peers get the same payload; a peer "
         "that would take too long gets fewer events."
     )
     yield ""
-    yield from _row(["", "promises and settings"])
+    yield from _row(["", "guarantees and settings"])
     yield from _row(["---", "---"])
     for taker in results.takers:
         note = f"; took no part: {taker.why_not}" if taker.why_not else ""
@@ -140,19 +139,19 @@ def _conditions(results: Results) -> Iterator[str]:
         yield from _row([_heading(database), f"{_source(database)}; {database.settings}"])
     yield from _row(["measured", f"{results.made}, size {results.size}, seed {results.seed}"])
     yield ""
-    yield "## How to repeat the measurement"
+    yield "## Run the measurements yourself"
     yield ""
     yield "```sh"
-    yield "make bench                                        # small sizes, compared with the ratios of this page"
+    yield "make bench                                        # small sizes, compared with the ratios on this page"
     yield "make bench-full                                   # large sizes, less than an hour; prints the expected time"
     yield "make bench DATABASE=postgresql://... SCENARIO=drain,execute"
-    yield "make bench-full ARGS=--write                      # this page, and the figures of all other pages"
-    yield "make bench-commits OLD=ee733e2                    # two commits in turn, on this machine"
+    yield "make bench-full ARGS=--write                      # this page, and the figures in all other pages"
+    yield "make bench-commits OLD=ee733e2                    # compares two commits on this machine"
     yield "```"
 
 
 def _source(database: Database) -> str:
-    """The kind of the server. Its address stays private."""
+    """Return the kind of server, without its address."""
     kinds = {"programs": "programs of this machine", "program": "programs of this machine"}
     first = database.source.split()[0]
     return kinds.get(first, "a given server" if first.startswith("OUTBOXIO") else database.source)

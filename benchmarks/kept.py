@@ -1,4 +1,4 @@
-"""The ratios of the run that the pages show, and the comparison of a new run with them."""
+"""Save the ratios of the run that the pages show, and compare a new run with them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from msgspec import Struct
 
 from benchmarks.results import OURS, Results
 
-PATH = Path(__file__).parent.parent / "docs" / "reference" / "benchmarks.json"
+PATH = Path(__file__).parent / "results" / "benchmarks.json"
 MARGIN = 0.25
-"""A ratio that is lower by more than this share is a regression: two runs of one commit differ by less."""
+"""A ratio that drops by more than this share is a regression: two runs of one commit differ by less."""
 
 
 class Kept(Struct, frozen=True):
-    """The ratios of one run: outboxio's rate over that of another contestant."""
+    """The ratios of one run: outboxio's rate divided by another contestant's."""
 
     made: str
     commit: str
@@ -25,7 +25,7 @@ class Kept(Struct, frozen=True):
 
 
 class Regression(Struct, frozen=True):
-    """A ratio that has become lower by more than the margin."""
+    """A ratio that has dropped by more than the margin."""
 
     where: str
     before: float
@@ -33,7 +33,7 @@ class Regression(Struct, frozen=True):
 
 
 def of(results: Results) -> Kept:
-    """What is kept of a run."""
+    """Return the ratios of a run to save."""
     return Kept(results.made, results.versions.get("commit", ""), results.size, dict(_ratios(results)))
 
 
@@ -46,13 +46,13 @@ def read(path: Path = PATH) -> Kept | None:
 
 
 def regressions(results: Results, kept: Kept) -> list[Regression]:
-    """The ratios of a run that are lower than the kept ones by more than the margin."""
+    """Return the ratios of a run that are lower than the saved ones by more than the margin."""
     found = [Regression(where, kept.ratios[where], now) for where, now in _ratios(results) if where in kept.ratios]
     return [one for one in found if one.now < one.before * (1 - MARGIN)]
 
 
 def _ratios(results: Results) -> Iterator[tuple[str, float]]:
-    """Ratios of rates only: waits under load differ too much from run to run."""
+    """Yield the ratios of rates. Latencies under load are left out, because they vary too much between runs."""
     for database in results.databases:
         for scenario in results.scenarios(database.id):
             for setting in results.settings(database.id, scenario.name):

@@ -1,4 +1,4 @@
-"""The machine of the measurement, and the versions."""
+"""Describe the machine and the versions of a measurement."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def versions() -> dict[str, str]:
 
 
 def _microseconds_of_a_sync() -> float:
-    """The least part of a durable commit: a page is appended to a file, and synced to the disk."""
+    """Measure the minimum cost of a durable commit: appending a page to a file and syncing it to disk."""
     with tempfile.TemporaryFile(dir=place_of_files()) as file:
 
         def once() -> float:

@@ -1,4 +1,4 @@
-"""The costs of a stretch of work, in this process and in its database: time, CPU, messages, statements, WAL."""
+"""Measure what work costs this process and its database: time, CPU, messages, statements, WAL."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from benchmarks.task import Figures
 from tests.kit.app import Look
 from tests.kit.wire import Wire, watched
 
-STATISTICS_ARE_WRITTEN_WITHIN = 2.0  # seconds after a session has ended
+STATISTICS_ARE_WRITTEN_WITHIN = 2.0  # seconds after the end of a session
 _PAGE = 4096
 
 
 class Meter:
-    """Runs from :meth:`start` to :meth:`stop`; the figures are in full when the ``metered`` block is over."""
+    """Measures from :meth:`start` to :meth:`stop`; the figures are complete after the ``metered`` block."""
 
     def __init__(self, wire: Wire, url: str, dialect: str) -> None:
         self._wire = wire
@@ -32,7 +32,7 @@ class Meter:
         self.seconds = 0.0
         self.cpu_seconds = 0.0
         self.busy: float | None = None
-        """The share of the time in which the machine's cores did something, whoever had them do it."""
+        """The share of time in which the machine's cores were busy with any process."""
         self.statements = 0
         self.round_trips = 0
         self.wal_bytes: int | None = None
@@ -41,11 +41,11 @@ class Meter:
     async def start(self) -> None:
         if self._has_wal:
             self._wal_before = await _wal_written(self._look)
-        statements, round_trips = self._wire.statements, self._wire.round_trips  # to count them takes a while
+        statements, round_trips = self._wire.statements, self._wire.round_trips  # counting takes a while
         self._before = time.perf_counter(), time.process_time(), busy_seconds(), statements, round_trips
 
     def stop(self) -> None:
-        assert self._before is not None, "stopped before it was started"
+        assert self._before is not None, "stop() was called before start()"
         begun, cpu, busy, statements, round_trips = self._before
         self.seconds, self.cpu_seconds = time.perf_counter() - begun, time.process_time() - cpu
         if busy is not None and (busy_now := busy_seconds()) is not None:
@@ -60,7 +60,7 @@ class Meter:
             self.wal_bytes, self.wal_records = now[0] - self._wal_before[0], now[1] - self._wal_before[1]
 
     def per(self, units: int) -> Figures:
-        """The figures for so many events, or actions."""
+        """Return the figures per event or action."""
         figures = {
             "units": units,
             "seconds": self.seconds,
@@ -79,7 +79,7 @@ class Meter:
 
 @asynccontextmanager
 async def metered(url: str, dialect: str) -> AsyncIterator[Meter]:
-    """A meter for the work on a database; open and close the connections to be watched inside."""
+    """Yield a meter for work on a database. Open and close the connections to be measured inside the block."""
     with watched() as wire:
         meter = Meter(wire, url, dialect)
         yield meter
@@ -87,7 +87,7 @@ async def metered(url: str, dialect: str) -> AsyncIterator[Meter]:
 
 
 def busy_seconds() -> float | None:
-    """How long all cores of this machine together were busy so far, where the system says so."""
+    """Return the total busy time of this machine's cores, or None if the system does not report it."""
     try:
         words = Path("/proc/stat").read_text().split(maxsplit=8)
     except OSError:
@@ -97,7 +97,7 @@ def busy_seconds() -> float | None:
 
 
 async def _wal_written(look: Look) -> Sequence[int]:
-    """Bytes and records of WAL of the whole server; sessions report their share when they are idle or end."""
+    """Return the WAL bytes and records of the whole server. Sessions report theirs when they are idle or end."""
     found, deadline = (-1, -1), time.monotonic() + STATISTICS_ARE_WRITTEN_WITHIN
     while time.monotonic() < deadline:
         last = found
@@ -113,19 +113,19 @@ async def _wal_written(look: Look) -> Sequence[int]:
 
 
 async def checkpoint(url: str, dialect: str) -> None:
-    """Give every run the same start: the first change of a page after a checkpoint writes the whole page."""
+    """Write a checkpoint, so that every run starts alike: the first change to a page after it logs the whole page."""
     if dialect == "postgres":
         with suppress(asyncpg.InsufficientPrivilegeError):
             await Look(url).fetch("CHECKPOINT")
 
 
 def resident_bytes() -> int:
-    """The memory that this process has now."""
+    """Return the current memory of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE
 
 
 def percentiles(seconds: Sequence[float]) -> Figures:
-    """The median and the 99th percentile, in milliseconds."""
+    """Return the median and the 99th percentile, in milliseconds."""
     ordered = sorted(seconds)
     return {
         "p50_ms": ordered[len(ordered) // 2] * 1e3,

@@ -1,7 +1,7 @@
-"""An ORM change and one event in a transaction, with ``tx.session`` and by hand: ``python -m benchmarks.orm URL``.
+"""Compare ``tx.session`` with hand-written code, for an ORM change and one event: ``python -m benchmarks.orm URL``.
 
-Both write the same rows by the same engine, in rounds in turn. The figure is the quotient of the best rounds, and the
-median quotient of the rounds.
+Both write the same rows through the same engine, in alternating rounds. The figures are the ratio of the best rounds
+and the median ratio of the rounds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from outboxio import Action, Event, Outbox, Transaction
 from outboxio.support.ids import uuid7
 
 CALLERS = 16
-WARM_UP, ROUND, ROUNDS = 200, 1_000, 7  # actions, actions, rounds of each
+WARM_UP, ROUND, ROUNDS = 200, 1_000, 7  # actions before the rounds, actions per round, rounds of each
 
 
 class Base(DeclarativeBase):
@@ -35,7 +35,7 @@ class Order(Base):
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     total: Mapped[int]
     version: Mapped[int] = mapped_column()
-    __mapper_args__ = {"version_id_col": version}  # noqa: RUF012  # the form is SQLAlchemy's
+    __mapper_args__ = {"version_id_col": version}  # noqa: RUF012  # SQLAlchemy's convention
 
 
 class OrderPaid(Event):
@@ -53,13 +53,13 @@ class Pay(Action):
 
 
 def events_table(engine: AsyncEngine) -> Table:
-    """The columns of ``events`` that both sides write."""
+    """Return the columns of ``events`` that both sides write."""
     is_file = engine.dialect.name == "sqlite"
     text_or_id = Uuid() if engine.dialect.name == "postgresql" else String(36)
-    moment = String(32) if is_file else DateTime()
+    date = String(32) if is_file else DateTime()
     kinds: dict[str, Any] = {
         "id": text_or_id, "namespace": String(255), "action_id": text_or_id, "action_name": String(255),
-        "action_params": JSON(), "started_date": moment, "completion_date": moment, "event_date": moment,
+        "action_params": JSON(), "started_date": date, "completion_date": date, "event_date": date,
         "event_type": String(255), "payload": JSON(), "model_id": String(255), "model_type": String(255),
         "hops": Integer(), "delivered": Boolean(),
     }  # fmt: skip
@@ -98,14 +98,14 @@ def by_hand(engine: AsyncEngine, maker: async_sessionmaker[AsyncSession]) -> Cal
 
 
 class Round(NamedTuple):
-    """A round of actions: actions a second, and milliseconds of this process for an action."""
+    """A round of actions: actions per second, and milliseconds of this process per action."""
 
     speed: float
     cpu: float
 
 
 async def measured(pay: Callable[[int], Awaitable[Any]], number: int) -> Round:
-    """Each caller has an order of its own, so that no caller waits for a row."""
+    """Run a round. Each caller has its own order, so that no caller waits for a row lock."""
 
     async def call(caller: int) -> None:
         for _ in range(number // CALLERS):
@@ -118,11 +118,11 @@ async def measured(pay: Callable[[int], Awaitable[Any]], number: int) -> Round:
 
 
 async def main(url: str) -> None:
-    # Sixteen writers of a SQLite file would only wait for one another, with SQLITE_BUSY by hand.
+    # Sixteen writers to one SQLite file would only wait for one another, and the hand-written code get SQLITE_BUSY.
     pooled: Any = {"pool_size": 1 if url.startswith("sqlite") else CALLERS, "max_overflow": 0}
     engine = create_async_engine(url, **pooled)
     if url.startswith("sqlite"):
-        # Both sides begin with the write lock, as SQLAlchemy's documentation advises.
+        # Both sides acquire the write lock at BEGIN, as SQLAlchemy's documentation recommends.
         event.listen(engine.sync_engine, "connect", lambda connection, _: setattr(connection, "isolation_level", None))
         event.listen(engine.sync_engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE"))
     maker = async_sessionmaker(engine, expire_on_commit=False)

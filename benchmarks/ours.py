@@ -1,4 +1,4 @@
-"""outboxio at its default settings, unless a scenario is about a setting: draining, fanning out, writing."""
+"""Run outboxio at its default settings, unless a scenario is about a setting: draining, fanning out, writing."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ SETTLED_AT_MOST_AFTER = 600.0  # seconds
 
 @asynccontextmanager
 async def empty_outbox(url: str, **options: Any) -> AsyncIterator[Outbox]:
-    """An outbox with fresh tables."""
+    """Yield an outbox with new tables."""
     async with Outbox(url, namespace=NAMESPACE, **options) as outbox:
         await outbox.migrate()
         yield outbox
 
 
 async def commit_events(task: Task, events: int, types: int, **options: Any) -> None:
-    """The backlog, as the actions of an application would have left it."""
+    """Commit a backlog with the same rows as the actions of an application."""
     await fill(task.url, task.dialect, Look(task.url).table("events"), events, types, **options)
     await checkpoint(task.url, task.dialect)
 
 
 async def settled(outbox: Outbox, number: int) -> None:
-    """Wait until so many outcomes are committed."""
+    """Wait until ``number`` outcomes are committed."""
     async with asyncio.timeout(SETTLED_AT_MOST_AFTER):
         while counters(outbox).succeeded < number:  # noqa: ASYNC110  # no event announces the end
             await asyncio.sleep(0.005)
 
 
 async def delivered(outbox: Outbox, events: int) -> None:
-    """Wait until so many events are fanned out."""
+    """Wait until ``events`` events are fanned out."""
     work: Any = outbox._shards["default"].work
     async with asyncio.timeout(SETTLED_AT_MOST_AFTER):
         while work.fanout.events < events:  # noqa: ASYNC110  # no event announces the end
@@ -51,7 +51,7 @@ async def delivered(outbox: Outbox, events: int) -> None:
 
 
 async def drain(task: Task) -> Figures:
-    """Committed events, fanned out and handled by empty handlers, until the last outcome is committed."""
+    """Fan out committed events and handle them with empty handlers, until the last outcome is committed."""
     total = task["events"] * task["handlers"]
     async with metered(task.url, task.dialect) as meter, prepared(task) as outbox:
         await meter.start()
@@ -63,7 +63,7 @@ async def drain(task: Task) -> Figures:
 
 
 async def fanout(task: Task) -> Figures:
-    """The first stage alone."""
+    """Run only the first stage."""
     async with metered(task.url, task.dialect) as meter, prepared(task) as outbox:
         await meter.start()
         async with outbox.running(handling=False):
@@ -75,7 +75,7 @@ async def fanout(task: Task) -> Figures:
 
 @asynccontextmanager
 async def prepared(task: Task) -> AsyncIterator[Outbox]:
-    """An outbox with empty handlers, and their events."""
+    """Yield an outbox with empty handlers and their events."""
     async with empty_outbox(task.url) as outbox:
         await commit_events(task, task["events"], task["types"])
         subscribe(outbox, task["types"], task["handlers"])
@@ -92,7 +92,7 @@ def subscribe(outbox: Outbox, types: int, handlers: int) -> None:
 
 
 async def require(outbox: Outbox, **counts: int) -> None:
-    """Fail for a run that lost events or did not finish: such a run has no figures."""
+    """Raise if the run lost events or did not finish, because its figures would be wrong."""
     found = await outbox.admin.counts()
     assert {name: found[name] for name in counts} == counts, f"{counts} expected, found {dict(found)}"
 
@@ -119,7 +119,7 @@ class Deposit(Action):
 
 
 class DepositInTwo(Deposit, type_name="Deposit"):
-    """The same where UPDATE returns no rows."""
+    """The same for databases without UPDATE ... RETURNING."""
 
     async def perform(self, tx: Transaction) -> None:
         await tx.execute(bare_mysql.DEPOSIT, self.wallet)
@@ -127,14 +127,14 @@ class DepositInTwo(Deposit, type_name="Deposit"):
 
 
 async def execute(task: Task) -> Figures:
-    """Actions by so many callers at once."""
+    """Execute actions with ``callers`` concurrent callers."""
     async with metered(task.url, task.dialect) as meter, empty_outbox(task.url) as outbox:
         writing = {"postgres": bare_postgres, "sqlite": bare_sqlite}.get(task.dialect, bare_mysql)
         for statement in (writing.WALLETS, writing.FILL_WALLETS):
             await run(task.url, statement)
         execute = outbox.executor.execute
         deposit = DepositInTwo if writing is bare_mysql else Deposit
-        await asyncio.gather(*(execute(deposit(number)) for number in range(task["callers"])))  # the pool opens
+        await asyncio.gather(*(execute(deposit(number)) for number in range(task["callers"])))  # opens the pool
         await checkpoint(task.url, task.dialect)
         spent = await bare.called(meter, task["actions"], task["callers"], lambda w: execute(deposit(w)))
         await require(outbox, undelivered=task["actions"] + task["callers"])

@@ -1,6 +1,6 @@
-"""The measured figures in pages that people write: each stands between two comments, and is written by a full run.
+"""Update the measured figures in hand-written pages. A full run replaces the text between two comments.
 
-``<!-- figures: NAME -->`` and ``<!-- /figures -->`` enclose a table, a list or a single figure. The rest of a page
+``<!-- figures: NAME -->`` and ``<!-- /figures -->`` enclose a table, a list or a single figure. The rest of the page
 stays as it is.
 """
 
@@ -11,22 +11,21 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.results import Results
-from benchmarks.scenarios import BY_NAME, EVERYWHERE, SERVERS, Metric
+from benchmarks.scenarios import BY_NAME, EVERYWHERE, Metric
 
 PAGES = (
-    "README.md", "docs/index.md", "docs/explanation/how-fast.md", "docs/explanation/the-gain-of-scaling-out.md",
-    "docs/explanation/a-million-events.md", "docs/operate/order-and-limits.md", "docs/operate/scaling-out.md",
+    "README.md", "docs/index.md", "docs/explanation/how-fast.md",
+    "docs/operate/order-and-limits.md", "docs/operate/scaling-out.md",
     "docs/operate/sizing.md",
 )  # fmt: skip
 MARKED = re.compile(r"(<!-- figures: ([\w ,-]+) -->)(.*?)(<!-- /figures -->)", re.DOTALL)
 NAMES = {"postgres": "PostgreSQL", "mysql": "MySQL", "mariadb": "MariaDB", "sqlite": "SQLite"}
 ONE, CALLERS, HALF = "1 type, 1 handler", "32 callers", "half of the drain rate"
-SLOWER = 0.95
 MISSING = "-"
 
 
 def write(results: Results, root: Path) -> list[Path]:
-    """Write the figures into the pages below a folder, and return the paths of the pages with figures."""
+    """Update the figures in the pages below a folder, and return the paths of those pages."""
     written = []
     for path in (root / page for page in PAGES):
         if path.exists():
@@ -36,7 +35,7 @@ def write(results: Results, root: Path) -> list[Path]:
 
 
 def filled(text: str, results: Results) -> str:
-    """A page with the figures of a run."""
+    """Return the text of a page with the figures of a run."""
     figures = Figures(results)
 
     def replaced(found: re.Match[str]) -> str:
@@ -47,7 +46,7 @@ def filled(text: str, results: Results) -> str:
 
 
 class Figures:
-    """The figures of a run, by dialect, as people read them."""
+    """The figures of a run, by dialect, formatted for readers."""
 
     def __init__(self, results: Results) -> None:
         self.results = results
@@ -61,7 +60,7 @@ class Figures:
         return self.results.lead(self.ids.get(dialect, ""), scenario, setting, contestant)
 
     def more(self, dialect: str, setting: str, key: str = "rate") -> str:
-        """A figure of several processes, relative to one process."""
+        """Return a figure with several processes, relative to one process."""
         return _shown(self.results.beside(self.ids.get(dialect, ""), "scale", setting, Metric(key, key)), ".2f", " x")
 
 
@@ -79,7 +78,7 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def run_of(figures: Figures) -> str:
-    """Which run it was, and on which machine."""
+    """Return a description of the run and its machine."""
     results, command = figures.results, "bench-full" if figures.results.size == "full" else "bench"
     most = max((run.round for run in results.runs), default=0)
     machine = ", ".join(results.hardware[name] for name in ("processor", "memory") if name in results.hardware)
@@ -123,23 +122,6 @@ def _peers(figures: Figures) -> str:
     return _table(["", "events per second", "outboxio is"], rows)
 
 
-def _slower(figures: Figures) -> str:
-    return "\n".join(_lost(figures)) or "- In this run: nowhere."
-
-
-def _lost(figures: Figures) -> Iterator[str]:
-    results = figures.results
-    for database in results.databases:
-        for name in ("drain", "fanout", "execute"):
-            for setting in results.settings(database.id, name):
-                lines = results.lines(database.id, name, setting)
-                for line in lines:
-                    ratio = results.ratio(BY_NAME[name].headline, lines, line)
-                    if ratio is not None and ratio < SLOWER:
-                        what = f"{BY_NAME[name].title.lower()}, {setting}"
-                        yield f"- {NAMES[database.dialect]}, {what}: {ratio:.2f} x the rate of “{line.taker.label}”"
-
-
 def _processes(figures: Figures) -> str:
     def row(says: str, handler: str, key: str = "rate", form: str = ",.0f", unit: str = "") -> list[str]:
         settings = (f"{handler}, {number} process{'es' * (number > 1)}" for number in (1, 2, 4, 8))
@@ -159,33 +141,6 @@ def _processes(figures: Figures) -> str:
     return _table(["", "1 process", "2 processes", "4 processes", "8 processes"], rows)
 
 
-def _eight_processes(figures: Figures) -> str:
-    def cells(handler: str, key: str) -> list[str]:
-        return [figures.more(dialect, f"{handler}, 8 processes", key) for dialect in SERVERS]
-
-    rows = [
-        ["handlers that wait: events/s", *cells("waits for 20 ms", "rate")],
-        ["empty handlers: CPU of the processes per event", *cells("empty", "cpu_us")],
-        ["empty handlers: CPU of the server per event", *cells("empty", "server_us")],
-    ]
-    return _table(["8 processes, relative to 1", "PostgreSQL", "MySQL", "MariaDB"], rows)
-
-
-def _queues(figures: Figures) -> str:
-    results, here, rate = figures.results, figures.ids.get("postgres", ""), BY_NAME["scale-beside"].headline
-    one, four = (
-        {x.taker.label: x for x in results.lines(here, "scale-beside", s)} for s in ("1 process", "4 processes")
-    )
-    server = Metric("server_us", "")
-    rows = [
-        [label, *(_shown(there[label].median(rate)) for there in (one, four)),
-         *(_shown(there[label].median(server), ",.0f", " µs") for there in (one, four))]
-        for label in one if label in four
-    ]  # fmt: skip
-    heads = ["", "1 process: events/s", "4 processes: events/s", "1 process: CPU of the server", "4 processes"]
-    return _table(heads, rows)
-
-
 def _memory(dialect: str) -> Callable[[Figures], str]:
     return lambda f: _shown(f.own(dialect, "backlog", "beside finished rows", "resident_mb"), ",.0f", " MB")
 
@@ -198,17 +153,12 @@ FIGURES: dict[str, Callable[[Figures], str]] = {
     "run": run_of,
     "five": _decision,
     "peers": _peers,
-    "slower": _slower,
     "processes": _processes,
-    "eight processes": _eight_processes,
-    "queues": _queues,
     "drain": lambda f: _shown(f.own("postgres", "drain", ONE)),
     "drain, rounded": lambda f: _rounded(f.own("postgres", "drain", ONE)),
     "slowest drain, rounded": lambda f: _rounded(
         min(filter(None, (f.own(d, "drain", ONE) for d in NAMES)), default=None)
     ),
-    "drain of mysql": lambda f: _shown(_of_postgres(f, "mysql"), ".2f"),
-    "drain of mariadb": lambda f: _shown(_of_postgres(f, "mariadb"), ".2f"),
     "fan-out, rounded": lambda f: _rounded(f.own("postgres", "fanout", ONE)),
     "third of fan-out, rounded": lambda f: _rounded(_third(f.own("postgres", "fanout", ONE))),
     "idle": lambda f: _shown(f.own("postgres", "latency", "same process", "p50_ms"), ".2f", " ms"),
@@ -217,12 +167,7 @@ FIGURES: dict[str, Callable[[Figures], str]] = {
 }
 
 
-def _of_postgres(figures: Figures, dialect: str) -> float | None:
-    other, postgres = figures.own(dialect, "drain", ONE), figures.own("postgres", "drain", ONE)
-    return other / postgres if other and postgres else None
-
-
 def marked(text: str) -> Iterator[tuple[str, str]]:
-    """The names and the contents of the marked parts of a page."""
+    """Yield the name and the content of each marked part of a page."""
     for found in MARKED.finditer(text):
         yield found[2], found[3]

@@ -1,9 +1,9 @@
-"""``python -m benchmarks.relays``: relays beside the client alone, in one process, on PostgreSQL.
+"""``python -m benchmarks.relays``: compare relays with the broker's client alone, in one process, on PostgreSQL.
 
-The client alone sends the same messages (120 bytes of data, the headers of CloudEvents) as fast as the client can, in
-batches of 500. The relay does all the rest as well: fan-out, finding, the outcome of each event. A rate is from the
-start of the loops to the last outcome. The rows are committed before. Each line is the median of the runs, which take
-turns, because a machine has slow minutes.
+The client alone sends the same messages (120 bytes of data, CloudEvents headers) as fast as it can, in batches of 500.
+The relay also does fan-out, finds the rows and writes the outcome of each event. A rate is measured from the start of
+the loops to the last outcome; the rows are committed before. Each line is the median of the runs, which alternate,
+because a machine may be slow for minutes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.kit.broker_kinds import ALONE, KINDS
 from tests.kit.servers import DIALECTS, Servers
 
 KEYS = 500
-TOGETHER = 1000  # events of a commit
+TOGETHER = 1000  # events per commit
 
 
 class Counted(Event):
@@ -41,20 +41,20 @@ class Figure(Struct, frozen=True):
     """The result of a run."""
 
     rate: float
-    """Messages in a second."""
+    """Messages per second."""
     cpu: float
-    """Microseconds of processor time of this process, for a message."""
+    """Microseconds of processor time of this process per message."""
 
 
 async def timed(work: Callable[[], Awaitable[None]], messages: int) -> Figure:
-    """The rate of a piece of work, and its processor time."""
+    """Return the rate of the work, and its processor time."""
     begun, cpu = time.perf_counter(), time.process_time()
     await work()
     return Figure(messages / (time.perf_counter() - begun), 1e6 * (time.process_time() - cpu) / messages)
 
 
 async def relayed(kind: str, broker: str, database: str, messages: int, *, ordered: bool) -> Figure:
-    """Relay events that are committed already."""
+    """Relay events that are already committed."""
     async with Outbox(database, namespace=f"bench-{token_hex(3)}") as outbox:
         await outbox.migrate()
         outbox.add_handler(KINDS[kind].relay(broker, ordered=ordered))
@@ -72,7 +72,7 @@ async def relayed(kind: str, broker: str, database: str, messages: int, *, order
 
 
 async def measure(kind: str, database: str, messages: int, rounds: int) -> None:
-    """Measure one broker, and print a line for each way."""
+    """Measure one broker, and print a line per variant."""
     found: defaultdict[str, list[Figure]] = defaultdict(list)
     body = json.dumps({"key": "k123", "number": 12345, "text": "x" * 70}).encode()
     with tempfile.TemporaryDirectory() as home:

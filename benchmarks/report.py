@@ -1,4 +1,4 @@
-"""The results for a person at a terminal. This module decides no figure."""
+"""Print the results in a terminal. This module only formats figures."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from benchmarks import kept
-from benchmarks.aims import judged
+from benchmarks.aims import checked
 from benchmarks.databases import Database
 from benchmarks.results import OURS, Line, Results
 from benchmarks.scenarios import Metric, Scenario
@@ -20,7 +20,7 @@ _STYLES = {"ours": "bold cyan", "bare": "default", "peer": "magenta"}
 
 
 def show(results: Results, console: Console) -> None:
-    """All databases, one after the other."""
+    """Print the results of each database."""
     for database in results.databases:
         console.print()
         console.print(Text.assemble((f"{database.id}  ", "bold"), (f"{database.version}, {database.source}", "dim")))
@@ -39,16 +39,16 @@ def show(results: Results, console: Console) -> None:
 
 
 def _show_aims(results: Results, console: Console) -> None:
-    found = judged(results)
+    found = checked(results)
     if not found:
         return
-    missed = sum(not verdict.holds for verdict in found)
+    missed = sum(not result.holds for result in found)
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False, header_style="dim")
     for header in ("", "aim", "database", "wanted", "found"):
         table.add_column(header, justify="right" if header in ("wanted", "found") else "left")
-    for verdict in found:
-        mark = Text("ok", "green") if verdict.holds else Text("NO", "bold red")
-        table.add_row(mark, verdict.aim.says, verdict.database, verdict.aim.wanted, verdict.found)
+    for result in found:
+        mark = Text("ok", "green") if result.holds else Text("NO", "bold red")
+        table.add_row(mark, result.aim.says, result.database, result.aim.wanted, result.found)
     console.print()
     title = Text.assemble(("Aims  ", "bold"), (f"{missed} of {len(found)} missed", "bold red" if missed else "green"))
     console.print(Padding(title, (0, 0, 1, 0)))
@@ -119,7 +119,7 @@ def _table(results: Results, database: Database, scenario: Scenario) -> Table:
 
 
 def bar(value: float | None, largest: float) -> str:
-    """A bar of so many eighths of a character."""
+    """Return a bar, drawn in eighths of a character."""
     if not value or not largest:
         return ""
     eighths = max(1, round(value / largest * BAR * 8))
@@ -127,7 +127,7 @@ def bar(value: float | None, largest: float) -> str:
 
 
 def spread(line: Line, metric: Metric) -> str:
-    """The least and the most of all rounds."""
+    """Return the lowest and the highest value of all rounds."""
     found = line.spread(metric)
     if found is None or len(line.values(metric)) < 2:
         return ""

@@ -1,4 +1,4 @@
-"""All measurements, and the figures that follow: medians, spreads, ratios."""
+"""The measurements, and the figures computed from them: medians, spreads, ratios."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OURS = "outboxio"
 
 
 class Taker(Struct, frozen=True):
-    """A contestant, as the results know it."""
+    """A contestant, as stored in the results."""
 
     name: str
     label: str
@@ -28,7 +28,7 @@ class Taker(Struct, frozen=True):
 
 
 class Run(Struct, frozen=True):
-    """A run of a contestant: its figures, or the reason for their absence."""
+    """A run of a contestant: its figures, or the error."""
 
     database: str
     scenario: str
@@ -39,7 +39,7 @@ class Run(Struct, frozen=True):
     figures: Figures = {}
     error: str = ""
     took: float = 0.0
-    """Seconds, the start of the process and its rows included."""
+    """Seconds, including the start of the process and the creation of its rows."""
 
 
 class Line(Struct, frozen=True):
@@ -65,7 +65,7 @@ class Line(Struct, frozen=True):
 
 
 class Results(Struct):
-    """A session of measuring, as a file keeps it."""
+    """A session of measurements, as stored in a file."""
 
     made: str
     size: str
@@ -78,7 +78,7 @@ class Results(Struct):
     runs: list[Run]
 
     def scenarios(self, database: str) -> list[Scenario]:
-        """The scenarios that were measured on a database, in the usual order."""
+        """Return the scenarios that were measured on a database, in their usual order."""
         names = {run.scenario for run in self.runs if run.database == database}
         return [scenario for scenario in SCENARIOS if scenario.name in names]
 
@@ -87,7 +87,7 @@ class Results(Struct):
         return [setting.name for setting in BY_NAME[scenario].settings if setting.name in names]
 
     def lines(self, database: str, scenario: str, setting: str) -> list[Line]:
-        """The contestants: outboxio first, then the bare pipelines, then the peers, fastest first."""
+        """Return the contestants: outboxio, then the bare pipelines, then the peers, fastest first."""
         there = [r for r in self.runs if (r.database, r.scenario, r.setting) == (database, scenario, setting)]
         lines = [
             Line(taker, sorted(runs, key=lambda run: run.round))
@@ -99,7 +99,7 @@ class Results(Struct):
         return sorted(lines, key=lambda line: (kinds.index(line.taker.kind), sign * (line.median(headline) or 0)))
 
     def ratio(self, metric: Metric, lines: Sequence[Line], line: Line) -> float | None:
-        """How outboxio does beside a line: more than 1 is better."""
+        """Return outboxio's figure relative to a line's: above 1, outboxio is better."""
         ours = next((other.median(metric) for other in lines if other.taker.name == OURS), None)
         theirs = line.median(metric)
         if line.taker.name == OURS or not ours or not theirs:
@@ -107,13 +107,13 @@ class Results(Struct):
         return ours / theirs if metric.more_is_better else theirs / ours
 
     def lead(self, database: str, scenario: str, setting: str, contestant: str) -> float | None:
-        """How outboxio does beside a contestant, by the most important figure."""
+        """Return outboxio's most important figure relative to a contestant's."""
         lines = self.lines(database, scenario, setting)
         line = next((line for line in lines if line.taker.name == contestant), None)
         return None if line is None else self.ratio(BY_NAME[scenario].headline, lines, line)
 
     def notes(self, database: str, scenario: Scenario) -> Iterator[str]:
-        """How outboxio's own settings compare, in words."""
+        """Yield sentences that compare outboxio's own settings."""
         metric = next((m for m in scenario.metrics if m.key == "rate"), scenario.headline)
         for setting in scenario.settings:
             ratio = self.beside(database, scenario.name, setting.name, metric)
@@ -121,12 +121,12 @@ class Results(Struct):
                 yield f"outboxio, {setting.name}: {ratio:.2f} x the {metric.label} of {setting.beside}"
 
     def ours(self, database: str, scenario: str, setting: str, metric: Metric) -> float | None:
-        """Our median."""
+        """Return outboxio's median."""
         lines = self.lines(database, scenario, setting)
         return next((line.median(metric) for line in lines if line.taker.name == OURS), None)
 
     def beside(self, database: str, scenario: str, setting: str, metric: Metric) -> float | None:
-        """outboxio's median over its median in the reference setting."""
+        """Return outboxio's median divided by its median in the reference setting."""
         [other] = [s.beside for s in BY_NAME[scenario].settings if s.name == setting]
         here, there = (self.ours(database, scenario, name, metric) for name in (setting, other))
         return here / there if here and there else None
@@ -135,22 +135,22 @@ class Results(Struct):
         return (run for run in self.runs if run.error)
 
     def metrics(self, database: str, scenario: Scenario) -> list[Metric]:
-        """The figures of a scenario that at least one contestant has here."""
+        """Return the figures of a scenario that at least one contestant has on this database."""
         there = [run for run in self.runs if (run.database, run.scenario) == (database, scenario.name)]
         return [metric for metric in scenario.metrics if any(metric.key in run.figures for run in there)]
 
 
 def joined(parts: Sequence[Results]) -> Results:
-    """The measurements of several calls on one machine, as a single session."""
+    """Merge the measurements of several calls on one machine into one session."""
     first = parts[0]
     databases = {database.id: database for part in parts for database in part.databases}
     takers = {taker.name: taker for part in parts for taker in part.takers}
     versions = {name: value for part in parts for name, value in part.versions.items()}
     if "commit" in versions:
         versions["commit"] = ", ".join(dict.fromkeys(part.versions["commit"] for part in parts))
-    moments = sorted({part.made for part in parts})
+    times = sorted({part.made for part in parts})
     return Results(
-        made=moments[0] if len(moments) == 1 else f"{moments[0]} to {moments[-1]}, in {len(parts)} calls",
+        made=times[0] if len(times) == 1 else f"{times[0]} to {times[-1]}, in {len(parts)} calls",
         size=first.size,
         seed=first.seed,
         hardware=first.hardware,
@@ -163,7 +163,7 @@ def joined(parts: Sequence[Results]) -> Results:
 
 
 def _numbered(runs: Iterable[Run]) -> Iterator[Run]:
-    """Each call starts with round 1; a repeated measurement in a later call is a further round."""
+    """Renumber the rounds: each call starts with round 1, and a repeated measurement becomes a further round."""
     rounds = Counter[tuple[str, ...]]()
     for run in runs:
         contest = (run.database, run.scenario, run.setting, run.contestant)

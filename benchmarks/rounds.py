@@ -1,7 +1,7 @@
 """Interleaved rounds: in each round every contestant runs once in every setting, in a new random order.
 
-A disturbance of the machine (a neighbour, a hot processor) then affects all contestants alike. Each run has a fresh
-process and an empty database.
+A disturbance of the machine (a noisy neighbour, a hot processor) thus affects all contestants alike. Each run has a
+fresh process and an empty database.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from benchmarks.scenarios import Scenario, Setting
 from benchmarks.task import Figures, Task
 from tests.kit.servers import Server
 
-TAKES_AT_MOST = {"full": 300.0, "quick": 180.0, "tiny": 90.0}  # seconds of one run
-START_TAKES, PEER_TAKES = 3.0, 9.0  # seconds of one run
-ROWS_PER_SECOND = {"postgres": 13_000, "mysql": 7_000, "mariadb": 9_000, "sqlite": 15_000}  # written, and handled
+TAKES_AT_MOST = {"full": 300.0, "quick": 180.0, "tiny": 90.0}  # seconds per run
+START_TAKES, PEER_TAKES = 3.0, 9.0  # seconds per run
+ROWS_PER_SECOND = {"postgres": 13_000, "mysql": 7_000, "mariadb": 9_000, "sqlite": 15_000}  # written and handled
 PROJECT = Path(__file__).parent.parent
 
 _FEWER = {peer.contestant: peer.events for peer in PEERS if peer.events}
@@ -52,7 +52,7 @@ class Contest(Struct, frozen=True):
         return options
 
     def seconds(self, dialect: str, size: str) -> float:
-        """About how long a run takes, the start of the process and its rows included."""
+        """Estimate how long a run takes, including the start of the process and the creation of its rows."""
         options = self.options(size)
         if self.contestant.kind == "peer":
             return PEER_TAKES
@@ -63,7 +63,7 @@ class Contest(Struct, frozen=True):
 
 
 def contests(dialect: str, scenarios: Sequence[Scenario], contestants: Sequence[Contestant]) -> list[Contest]:
-    """All that there is to run on a database of a dialect."""
+    """Return everything to run on a database of this dialect."""
     return [
         Contest(scenario, setting, contestant)
         for scenario in scenarios
@@ -76,7 +76,7 @@ def contests(dialect: str, scenarios: Sequence[Scenario], contestants: Sequence[
 
 
 def schedule(contests: Sequence[Contest], size: str, rounds: int | None, seed: int) -> list[tuple[int, Contest]]:
-    """The contests of every round, shuffled within each."""
+    """Return the contests of all rounds, shuffled within each round."""
     random, planned = Random(seed), list[tuple[int, Contest]]()
     most = max((rounds or contest.scenario.rounds[size] for contest in contests), default=0)
     for number in range(1, most + 1):
@@ -87,7 +87,7 @@ def schedule(contests: Sequence[Contest], size: str, rounds: int | None, seed: i
 
 
 def run(contest: Contest, number: int, server: Server, database: Database, size: str) -> Run:
-    """A single run; an error is a result, too."""
+    """Execute a single run. An error is stored as its result."""
     options = contest.options(size)
     base = Run(
         database.id, contest.scenario.name, contest.setting.name, contest.contestant.name, number, options
@@ -118,13 +118,13 @@ def _figures(command: Sequence[str], longest: float) -> Figures:
     try:
         output, errors = process.communicate(timeout=longest)
     except subprocess.TimeoutExpired:
-        raise _Failed(f"not done after {longest:.0f} s") from None
+        raise _Failed(f"did not finish within {longest:.0f} s") from None
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
     if process.returncode != 0:
         lines = [line.strip(" |+-") for line in errors.strip().splitlines()]
-        raise _Failed(next((line for line in reversed(lines) if line), f"it ended with {process.returncode}"))
+        raise _Failed(next((line for line in reversed(lines) if line), f"exit status {process.returncode}"))
     figures: Figures = msgspec.json.decode(output.strip().splitlines()[-1])
     return figures

@@ -1,4 +1,4 @@
-"""A single run of outboxio or of a bare pipeline, in a fresh process: ``python -m benchmarks.run TASK``."""
+"""Execute a single run of outboxio or of a bare pipeline, in a fresh process: ``python -m benchmarks.run TASK``."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A backlog on several processes: the rate, our processor time and the server's, while all processes work.
+"""Drain a backlog with several processes, and measure the rate and the processor time, ours and the server's.
 
 This process starts the workers, commits the events, and adds up the workers' progress. A worker prints a line of JSON
-every 50 ms: ``at`` (CLOCK_MONOTONIC), ``done``, ``cpu``, and before the start ``ready``. The figures are taken from the
-moment at which a tenth of the events was done to the moment of nine tenths.
+every 50 ms: ``at`` (CLOCK_MONOTONIC), ``done``, ``cpu``, and before the start ``ready``. The figures cover the time in
+which 10 % to 90 % of the events are done.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from tests.kit.app import Look, eventually
 from tests.kit.spies import counters
 
 PROGRESS_EVERY = 0.05  # seconds
-SAMPLED_EVERY = 0.25  # seconds: to read the processor time of a hundred processes costs time as well
+SAMPLED_EVERY = 0.25  # seconds; reading the processor time of a hundred processes takes time as well
 READY_WITHIN = 60.0
 DONE_WITHIN = 600.0
-PAUSED_AFTER = 1.5  # seconds in which every process has read a pause
+PAUSED_AFTER = 1.5  # seconds until every process has read a pause
 COMPUTES = 200e-6  # seconds
 WAITS, SLOTS = 0.02, 20
 FROM, TO = 0.1, 0.9  # of the events
@@ -51,7 +51,7 @@ class Progress(Struct, frozen=True):
 
 
 class Sample(Struct, frozen=True):
-    """The processor time of the server, and the busy time of the machine, at a moment."""
+    """The processor time of the server and the busy time of the machine, at one time."""
 
     at: float
     server: float | None
@@ -72,7 +72,7 @@ class Worker:
 
     @property
     def last(self) -> Progress:
-        assert not self._reader.done(), "a worker has ended"
+        assert not self._reader.done(), "a worker has exited"
         return self.lines[-1]
 
     def begin(self) -> None:
@@ -80,7 +80,7 @@ class Worker:
         self._process.stdin.write(b"begin\n")
 
     async def end(self) -> None:
-        """Close the worker's input, which ends the worker."""
+        """Close the worker's input, which stops the worker."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         await self._reader
@@ -92,14 +92,14 @@ class Worker:
             self.lines.append(msgspec.json.decode(line, type=Progress))
 
 
-# --- the whole ---------------------------------------------------------------------------------------
+# --- a run -------------------------------------------------------------------------------------------
 
 
 async def scale(task: Task) -> Figures:
-    """Outboxio on several processes, at its default settings: each process may fan out, and shares the handler.
+    """Measure outboxio with several processes, at its default settings: all share the handler, and any may fan out.
 
-    Where handlers are empty, fan-out would be the limit, because a single process fans out. So in the scenario
-    ``scale`` an empty handler is paused until all events are fanned out, as the rows of a queue are there before.
+    With empty handlers, fan-out would be the limit, because only one process fans out. In the scenario ``scale``, an
+    empty handler is therefore paused until all events are fanned out, just as a queue's rows exist before the start.
     """
     is_fanned_out_before = task.scenario == "scale" and task["handler"] == "nothing"
     async with empty_outbox(task.url):
@@ -114,7 +114,7 @@ async def scale(task: Task) -> Figures:
             await checkpoint(task.url, task.dialect)
             await fill(task.url, task.dialect, Look(task.url).table("events"), task["events"], 1)
             if is_fanned_out_before:
-                while (await outbox.admin.counts())["PENDING"] < task["events"]:  # noqa: ASYNC110  # no event tells
+                while (await outbox.admin.counts())["PENDING"] < task["events"]:  # noqa: ASYNC110  # no event signals it
                     await asyncio.sleep(0.2)
                 await checkpoint(task.url, task.dialect)
                 await outbox.admin.unpause("h0")
@@ -129,19 +129,19 @@ async def scale(task: Task) -> Figures:
 
 
 async def scale_peer(task: Task) -> Figures:
-    """A peer on several processes: its rows are there before its processes begin."""
+    """Measure a peer with several processes. Its rows are committed before the processes start."""
     command, options = task["command"], {k: v for k, v in task.options.items() if k != "command"}
 
-    def told(role: str) -> list[str]:
+    def command_of(role: str) -> list[str]:
         return [*command, replace(task, options={**options, "role": role}).as_argument()]
 
-    filling = await asyncio.create_subprocess_exec(*told("fill"))
-    assert await filling.wait() == 0, "the rows could not be made"
+    filling = await asyncio.create_subprocess_exec(*command_of("fill"))
+    assert await filling.wait() == 0, "the rows could not be created"
 
     async def nothing() -> None:
         return None
 
-    return await _measured(task, told("work"), _always, nothing)
+    return await _measured(task, command_of("work"), _always, nothing)
 
 
 async def _measured(
@@ -183,7 +183,7 @@ async def _always() -> bool:
 
 
 async def _is_shared_out(task: Task) -> bool:
-    """True if every process has its share of the partitions."""
+    """Return True if every process has its share of the partitions."""
     rows = await Look(task.url).fetch(
         "SELECT owner, count(*) AS number FROM {leases} "
         "WHERE name LIKE 'bench/dispatch/h0%' AND released_term < term GROUP BY owner"
@@ -196,10 +196,10 @@ async def _is_shared_out(task: Task) -> bool:
 
 
 def figures_of(lines: Sequence[Sequence[Progress]], samples: Sequence[Sample], events: int) -> Figures:
-    """The figures of the time in which all workers worked, from a tenth of the events to nine tenths."""
-    moments = sorted({line.at for worker in lines for line in worker if line.at})
-    first = _reached(lines, moments, FROM * events)
-    last = _reached(lines, moments, TO * events)
+    """Return the figures for the time in which 10 % to 90 % of the events were done."""
+    times = sorted({line.at for worker in lines for line in worker if line.at})
+    first = _reached(lines, times, FROM * events)
+    last = _reached(lines, times, TO * events)
     done = _at(lines, last, "done") - _at(lines, first, "done")
     figures: Figures = {
         "units": events,
@@ -217,40 +217,40 @@ def figures_of(lines: Sequence[Sequence[Progress]], samples: Sequence[Sample], e
     return figures
 
 
-def _reached(lines: Sequence[Sequence[Progress]], moments: Sequence[float], done: float) -> float:
-    """The moment at which all workers together had done so much, on the line between their reports."""
-    before, low = moments[0], 0.0
-    for moment in moments:
-        high = _at(lines, moment, "done")
+def _reached(lines: Sequence[Sequence[Progress]], times: Sequence[float], done: float) -> float:
+    """Return the time at which all workers together had done ``done`` events, interpolated between their reports."""
+    before, low = times[0], 0.0
+    for at in times:
+        high = _at(lines, at, "done")
         if high >= done:
-            return moment - (moment - before) * (high - done) / ((high - low) or 1)
-        before, low = moment, high
+            return at - (at - before) * (high - done) / ((high - low) or 1)
+        before, low = at, high
     raise AssertionError(f"never reached: {done} events")
 
 
-def _at(lines: Sequence[Sequence[Progress]], moment: float, what: str) -> float:
-    """The sum of all workers at a moment."""
-    return sum(_between([(line.at, getattr(line, what)) for line in worker], moment) for worker in lines)
+def _at(lines: Sequence[Sequence[Progress]], at: float, what: str) -> float:
+    """Return the sum over all workers at a time."""
+    return sum(_between([(line.at, getattr(line, what)) for line in worker], at) for worker in lines)
 
 
-def _sampled(samples: Sequence[Sample], moment: float, what: str) -> float:
-    return _between([(sample.at, getattr(sample, what)) for sample in samples], moment)
+def _sampled(samples: Sequence[Sample], at: float, what: str) -> float:
+    return _between([(sample.at, getattr(sample, what)) for sample in samples], at)
 
 
-def _between(points: Sequence[tuple[float, float]], moment: float) -> float:
-    """The value at a moment, on the line between the points before and after."""
-    place = bisect_left(points, moment, key=lambda point: point[0])
+def _between(points: Sequence[tuple[float, float]], at: float) -> float:
+    """Return the value at a time, interpolated between the points before and after."""
+    place = bisect_left(points, at, key=lambda point: point[0])
     if place == 0 or place == len(points):
         return points[min(place, len(points) - 1)][1]
     (before, low), (after, high) = points[place - 1], points[place]
-    return low + (high - low) * (moment - before) / (after - before)
+    return low + (high - low) * (at - before) / (after - before)
 
 
 # --- a worker ----------------------------------------------------------------------------------------
 
 
 async def work(task: Task) -> Figures:
-    """A process that shares the handler: until the end of its input."""
+    """Run a process that shares the handler, until its input ends."""
     ended = asyncio.Event()
     asyncio.get_running_loop().add_reader(0, lambda: os.read(0, 100) or ended.set())
     options = {"concurrency": SLOTS} if task["handler"] == "waits" else {}
@@ -258,12 +258,12 @@ async def work(task: Task) -> Figures:
         outbox.handler(*event_types(1), name="h0", partitions=task["partitions"], **options)(_HANDLERS[task["handler"]])
         async with outbox.running():
             while not ended.is_set():
-                _tell(Progress(time.monotonic(), counters(outbox).succeeded, time.process_time(), ready=True))
+                _report(Progress(time.monotonic(), counters(outbox).succeeded, time.process_time(), ready=True))
                 await asyncio.sleep(PROGRESS_EVERY)
-    os._exit(0)  # a worker has no figures of its own
+    os._exit(0)  # a worker does not print figures
 
 
-def _tell(progress: Progress) -> None:
+def _report(progress: Progress) -> None:
     os.write(1, msgspec.json.encode(progress) + b"\n")
 
 

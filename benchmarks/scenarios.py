@@ -1,4 +1,4 @@
-"""The scenarios: each has settings in several sizes, and the figures that answer its question."""
+"""The scenarios: the question that each answers, its settings in several sizes, and its figures."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ EVERYWHERE = (*SERVERS, "sqlite")
 
 
 class Metric(Struct, frozen=True):
-    """A figure as people read it."""
+    """A figure, with its label and format."""
 
     key: str
     label: str
     form: str = ",.0f"
     more_is_better: bool = True
     short: str = ""
-    """The label where there is little room."""
+    """The label where space is limited."""
 
     def shown(self, value: float | None) -> str:
         return "" if value is None else format(value, self.form)
 
 
 class Setting(Struct, frozen=True):
-    """Conditions under which the contestants of a scenario meet, with options for each size."""
+    """The conditions of a run, the same for all contestants, with options for each size."""
 
     name: str
     sizes: Mapping[str, Mapping[str, Any]]
     peers: bool = False
-    """True if the peers can do this, too."""
+    """True if the peers can run this."""
     bare: bool = True
-    """True if the bare pipeline can do this."""
+    """True if the bare pipeline can run this."""
     beside: str = ""
-    """The setting in which outboxio does the same under better conditions."""
+    """The reference setting: outboxio does the same under better conditions."""
     dialects: Sequence[str] = EVERYWHERE
 
     def options(self, size: str) -> dict[str, Any]:
@@ -44,7 +44,7 @@ class Setting(Struct, frozen=True):
 
 
 class Scenario(Struct, frozen=True):
-    """A question, its settings, and the figures that answer the question, the most important figure first."""
+    """A question, its settings, and the figures that answer it, the most important one first."""
 
     name: str
     title: str
@@ -80,7 +80,7 @@ def _events(**common: Any) -> dict[str, Any]:
 def _processes(
     name: str, events: Mapping[str, int], *, numbers: Sequence[int] = (1, 2, 4, 8), each: bool = False, **common: Any
 ) -> tuple[Setting, ...]:
-    """The same on so many processes. ``each``: the events are for each process, because more processes do more."""
+    """Return the same setting for several numbers of processes. With ``each``, the number of events is per process."""
     return tuple(
         Setting(
             _on(name, number),
@@ -119,7 +119,7 @@ SCENARIOS = (
     Scenario(
         "drain",
         "Draining a backlog",
-        "Committed events are waiting. How fast does outboxio fan out and handle the events, with empty "
+        "Committed events are waiting. How fast does outboxio fan them out and handle them with empty "
         "handlers, until the last outcome is committed?",
         (EVENTS_PER_SECOND, *PER_EVENT),
         (
@@ -133,7 +133,7 @@ SCENARIOS = (
     Scenario(
         "fanout",
         "Fan-out alone",
-        "The first stage: a row per event and handler.",
+        "The first stage: it creates a row per event and handler.",
         (EVENTS_PER_SECOND, *PER_EVENT),
         (Setting("1 type, 1 handler", _events(types=1, handlers=1)),),
         ("outboxio", "bare"),
@@ -156,11 +156,11 @@ SCENARIOS = (
     Scenario(
         "sustained",
         "Under steady load",
-        "Producers in a different process commit events at half of the drain rate, while handlers run here. "
-        "Does the backlog stay flat, and how long does an event wait from its commit to its handler? The load "
-        "begins at once: the events of the first two seconds are left out of the figures, except in the "
-        "column `p99 ms from the start`. The producers share the machine: the share of busy time shows if events "
-        "wait for the load or for a processor. The bare pipeline, which cannot write, gets the same share of "
+        "Producers in another process commit events at half of the drain rate, while handlers run here. "
+        "Does the backlog stay constant, and how long does an event wait from its commit to its handler? The load "
+        "starts without a ramp, so the events of the first two seconds are left out of the figures, except in the "
+        "column `p99 ms from the start`. The producers run on the same machine; the share of busy time shows whether "
+        "events wait for a processor. The bare pipeline, which cannot write, gets the same share of "
         "its own drain rate, written by plain SQL.",
         (
             P99, P50,
@@ -199,8 +199,8 @@ SCENARIOS = (
     Scenario(
         "latency",
         "Latency of an idle system",
-        "A single event at a time. How long from the commit to the handler, with the producer in the same "
-        "process, and in a different process?",
+        "One event at a time. How long does it take from the commit to the handler, with the producer in the same "
+        "process and in another one?",
         (P50, P99),
         (
             Setting(
@@ -217,12 +217,12 @@ SCENARIOS = (
     Scenario(
         "scale",
         "One handler on several processes",
-        "A handler with 16 partitions, and a backlog that is committed when all processes have their share. How much "
+        "A handler with 16 partitions, and a backlog that is committed once all processes have their share. How much "
         "faster are several processes than one, and what does an event cost? Handlers that wait take 20 ms, 20 at once "
-        "in each process; handlers that compute take 200 µs of a processor; the other handlers are empty, and begin "
-        "when all events are fanned out, because a single process fans out. The figures "
-        "are of the time from a tenth of the events to nine tenths, and `CPU µs` is of all processes together. As soon "
-        "as the machine is busy, more processes cannot be faster, but an event should cost no more.",
+        "in each process; handlers that compute use 200 µs of CPU; the other handlers are empty, and start "
+        "when all events are fanned out, because only one process fans out. The figures cover the time in which 10 % "
+        "to 90 % of the events are done; `CPU µs` is the total of all processes. Once the machine is fully busy, more "
+        "processes cannot be faster, but an event should not cost more.",
         (EVENTS_PER_SECOND, CPU, SERVER_CPU, BUSY),
         (
             *_processes("waits for 20 ms, ", {"full": 5_000, "quick": 4_000, "tiny": 100}, each=True, handler="waits"),
@@ -234,9 +234,9 @@ SCENARIOS = (
     ),
     Scenario(
         "scale-beside",
-        "Several processes, beside others",
-        "Empty handlers on one process and on four, beside projects that claim rows with FOR UPDATE SKIP LOCKED. An "
-        "event of outboxio takes two stages, fan-out included.",
+        "Several processes, compared with others",
+        "Empty handlers on one process and on four, compared with projects that claim rows with FOR UPDATE SKIP "
+        "LOCKED. outboxio needs two stages per event, including fan-out.",
         (EVENTS_PER_SECOND, CPU, SERVER_CPU, BUSY),
         _processes("", {"full": 100_000, "quick": 60_000, "tiny": 400}, numbers=(1, 4), handler="nothing"),
         dialects=("postgres",),
@@ -245,8 +245,8 @@ SCENARIOS = (
     Scenario(
         "backlog",
         "A long backlog",
-        "Undelivered events of 20 types beside as many finished rows. How much longer do the last events take "
-        "than the first? And with a transaction held open, so that the server cannot clean up?",
+        "Undelivered events of 20 types in tables with as many finished rows. How much longer do the last events take "
+        "than the first? What if an open transaction prevents the server from cleaning up?",
         (
             Metric("last_to_first", "last : first", ".2f", more_is_better=False), EVENTS_PER_SECOND,
             Metric("resident_mb", "resident MB", more_is_better=False), *PER_EVENT,

@@ -1,4 +1,4 @@
-"""The processor time of a database server on this machine, with all its processes."""
+"""Measure the processor time of a database server on this machine, including all its processes."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ class ServerCpu:
 
     @classmethod
     async def of(cls, url: str) -> ServerCpu | None:
-        """The server of a URL; ``None`` for a server whose processes cannot be seen from here."""
+        """Return the server of a URL, or None if its processes are not visible from here."""
         pid = await _first_process(Look(url))
         return None if pid is None or not _is_server(pid) else cls(pid)
 
     def seconds(self) -> float:
-        """The processor time of all processes of the server so far, including the processes that have ended."""
+        """Return the total processor time of the server's processes, including those that have ended."""
         ticks = 0
         for pid in (self._pid, *_children(self._pid)):
-            with suppress(OSError):  # the process has ended in between, and counts for its parent from now on
+            with suppress(OSError):  # the process has just ended; its time now counts for its parent
                 user, system, of_ended, of_ended_in_system = map(int, _stat(pid)[11:15])
                 ticks += user + system + (of_ended + of_ended_in_system if pid == self._pid else 0)
         return ticks / _TICK
@@ -66,12 +66,12 @@ def _parent(pid: int) -> int:
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields of ``/proc/PID/stat`` after the name, which may contain spaces."""
+    """Return the fields of ``/proc/PID/stat`` after the name, which may contain spaces."""
     return (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
 
 
 def _is_server(pid: int) -> bool:
-    """True unless the number belongs to a process of a different machine, or of a container.
+    """Return False if the PID belongs to a process on another machine or in a container.
 
     The program may have been started by its loader, so the whole command line counts.
     """

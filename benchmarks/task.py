@@ -1,4 +1,4 @@
-"""The task of a run, and its answer."""
+"""The task of a run, and its result."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import msgspec
 from msgspec import Struct
 
 Figures = dict[str, Any]
-"""What a run measured: numbers by name, and series of numbers for charts."""
+"""The measurements of a run: numbers by name, and series of numbers for charts."""
 
 
 class Task(Struct, frozen=True):
-    """The work of a contestant, on an empty database."""
+    """A contestant's work, on an empty database."""
 
     scenario: str
     contestant: str

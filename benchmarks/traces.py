@@ -1,8 +1,8 @@
-"""What traces cost a drain: ``python -m benchmarks.traces --only sqlite --events 20000 --rounds 3``.
+"""Measure the cost of traces for a drain: ``python -m benchmarks.traces --only sqlite --events 20000 --rounds 3``.
 
-The same committed events are fanned out and handled by an empty handler, in turn: without telemetry, with OpenTelemetry
-and 1 % of the events in a sampled trace, and with all events in a sampled trace. The SDK is a real one, with a batch
-processor and an exporter that drops the spans. The CPU time is that of this process.
+The same committed events are fanned out and handled by an empty handler, alternating between no telemetry,
+OpenTelemetry with 1 % of the events in a sampled trace, and OpenTelemetry with all events in one. The SDK is the real
+one, with a batch processor and an exporter that drops the spans. The CPU time is that of this process.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.kit.servers import DIALECTS
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7"
 SETTINGS = {"no telemetry": None, "1 % sampled": 100, "100 % sampled": 1}
-"""With telemetry: one event of so many is in a sampled trace."""
+"""Setting: one event out of this many is in a sampled trace; None means no telemetry."""
 
 
 class Dropping(SpanExporter):
@@ -45,7 +45,7 @@ class Dropping(SpanExporter):
 
 
 async def drain(task: Task, one_of: int | None) -> Figures:
-    """Drain the events; the figures, and the number of spans."""
+    """Drain the events. Return the figures, with the number of spans."""
     exporter, provider = Dropping(), TracerProvider()
     provider.add_span_processor(BatchSpanProcessor(exporter))
     telemetry = None if one_of is None else OpenTelemetry(provider)
@@ -65,7 +65,7 @@ async def drain(task: Task, one_of: int | None) -> Figures:
 
 
 async def trace_events(task: Task, one_of: int | None) -> None:
-    """Give each event the headers that a request with a trace would have left. Without telemetry as well."""
+    """Give each event the headers of a request with a trace, also without telemetry."""
     table, every = Look(task.url).table("events"), one_of or 100
     flags = f"CASE WHEN sequence % {every} = 0 THEN '01' ELSE '00' END"
     header = f"concat('{{\"traceparent\":\"00-{TRACE}-', {flags}, '\"}}')"
@@ -88,7 +88,7 @@ def measure(server: Any, dialect: str, events: int, rounds: int) -> dict[str, li
 
 
 def shown(found: dict[str, list[Figures]]) -> str:
-    lines = ["| setting | events/s | of no telemetry | CPU us an event | spans |", "|---|---|---|---|---|"]
+    lines = ["| setting | events/s | relative to no telemetry | CPU us per event | spans |", "|---|---|---|---|---|"]
     base = median(figures["rate"] for figures in found["no telemetry"])
     for name, runs in found.items():
         rate, cpu = (median(figures[key] for figures in runs) for key in ("rate", "cpu_us"))
@@ -98,15 +98,15 @@ def shown(found: dict[str, list[Figures]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.traces", description=__doc__.partition("\n")[0])
-    parser.add_argument("--only", help="a dialect, or a version as the tests call it", default="sqlite")
+    parser.add_argument("--only", help="a dialect, or a version named as in the tests", default="sqlite")
     parser.add_argument("--events", type=int, default=20_000)
     parser.add_argument("--rounds", type=int, default=3)
-    asked = parser.parse_args()
+    options = parser.parse_args()
     as_they_come()
-    for slot, servers in choose(None, asked.only, os.environ):
+    for slot, servers in choose(None, options.only, os.environ):
         try:
             server = servers.take(slot)
-            found = measure(server, slot.dialect, asked.events, asked.rounds)
+            found = measure(server, slot.dialect, options.events, options.rounds)
             print(f"{slot.id}\n\n{shown(found)}\n")
         finally:
             servers.close()

@@ -1,4 +1,4 @@
-"""outboxio in daily life: idle, under steady load, behind a long backlog."""
+"""Run outboxio under realistic conditions: idle, under steady load, with a long backlog."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from tests.kit.app import Look
 from tests.kit.spies import counters
 
 PRODUCERS = 4
-SETTLING_IN = 2.0  # seconds until a load is steady: a loop that polls was idle, and may not have looked for a second
-WARM_UP = 2000  # events that tell how fast this machine drains
-WINDOWS = 20  # stretches of a backlog, to compare their times
+SETTLING_IN = 2.0  # seconds until a load is steady: a polling loop was idle, and may not have polled for a second
+WARM_UP = 2000  # events used to measure how fast this machine drains
+WINDOWS = 20  # sections of a backlog whose times are compared
 
 
 class Stamped(Event):
@@ -39,40 +39,38 @@ class Stamped(Event):
 
 
 class Arrivals:
-    """A handler that writes down which commit an event came with, and when."""
+    """A handler that records each event's commit and its time of arrival."""
 
     def __init__(self) -> None:
         self.commits = array("q")
-        self.moments = array("d")
+        self.times = array("d")
 
     async def __call__(self, envelope: EventEnvelope[Stamped]) -> None:
         self.note(envelope.event.commit)
 
     def note(self, commit: int) -> None:
-        self.moments.append(time.monotonic())
+        self.times.append(time.monotonic())
         self.commits.append(commit)
 
     async def number(self, wanted: int) -> None:
         async with asyncio.timeout(60):
-            while len(self.moments) < wanted:  # noqa: ASYNC110  # the wait must wake no task
+            while len(self.times) < wanted:  # noqa: ASYNC110  # setting an event in the handler would cost time
                 await asyncio.sleep(0.005)
 
     def waits(self, committed: Sequence[float], since: float = 0.0) -> list[float]:
-        """The seconds from each event's commit to its handler, for events committed after a moment.
+        """Return the seconds from each event's commit to its handler, for events committed at ``since`` or later.
 
-        A handler may be faster than the news of the commit.
+        A handler may run before the producer learns of its commit; such a wait counts as 0.
         """
-        arrived = zip(self.commits, self.moments, strict=True)
-        return [max(0.0, moment - committed[commit]) for commit, moment in arrived if committed[commit] >= since]
+        arrived = zip(self.commits, self.times, strict=True)
+        return [max(0.0, at - committed[commit]) for commit, at in arrived if committed[commit] >= since]
 
 
 # --- latency ---------------------------------------------------------------------------------------
 
 
 async def latency(task: Task) -> Figures:
-    """Single events on an idle system, from the commit to the handler, with the producer here or in a different
-    process.
-    """
+    """Measure single events on an idle system, from commit to handler, with the producer here or in another process."""
     arrivals = Arrivals()
     async with empty_outbox(task.url) as outbox:
         outbox.handler(Stamped, name="arrivals")(arrivals)
@@ -90,7 +88,7 @@ async def latency(task: Task) -> Figures:
 
 
 async def sustained(task: Task) -> Figures:
-    """Producers in a different process at a share of the drain rate, and handlers here, for so many seconds."""
+    """Run producers in another process at a share of the drain rate, and handlers here, for ``seconds`` seconds."""
     arrivals, together, (plain,) = Arrivals(), task["events_per_commit"], event_types(1)
     async with empty_outbox(task.url) as outbox:
         outbox.handler(Stamped, name="arrivals")(arrivals)
@@ -123,7 +121,7 @@ async def sustained(task: Task) -> Figures:
 
 
 async def sustained_bare(tables: bare.Tables, task: Task) -> Figures:
-    """The same with the bare pipeline, at the same share of its own drain rate."""
+    """Do the same with the bare pipeline, at the same share of its own drain rate."""
     arrivals, together = Arrivals(), task["events_per_commit"]
 
     async def arrive(payload: bare.Payload) -> None:
@@ -149,7 +147,7 @@ async def sustained_bare(tables: bare.Tables, task: Task) -> Figures:
 
 
 def _waits(arrivals: Arrivals, committed: Sequence[float], seconds: float) -> Figures:
-    """How long events waited, and how many were committed in a second."""
+    """Return how long events waited, and how many were committed per second."""
     steady = arrivals.waits(committed, since=min(committed) + min(SETTLING_IN, seconds / 4))
     return {
         **percentiles(steady),
@@ -159,7 +157,7 @@ def _waits(arrivals: Arrivals, committed: Sequence[float], seconds: float) -> Fi
 
 
 async def _drained_per_second(task: Task, outbox: Outbox) -> float:
-    """How fast this machine drains, now."""
+    """Measure how fast this machine drains now."""
     events = _warm_up(task)
     await commit_events(task, events, 1)
     async with outbox.running():
@@ -173,7 +171,7 @@ def _warm_up(task: Task) -> int:
 
 
 async def _watch_settling(outbox: Outbox, producing: asyncio.Task[list[float]]) -> list[tuple[float, int]]:
-    """While events are produced: how many are settled, over time. Counting rows would cost the database too much."""
+    """Record the number of settled events while events are produced, without counting rows, which costs too much."""
     settlements = list[tuple[float, int]]()
     while not producing.done():
         await asyncio.sleep(0.1)
@@ -184,21 +182,21 @@ async def _watch_settling(outbox: Outbox, producing: asyncio.Task[list[float]]) 
 def _backlog(
     committed: Sequence[float], together: int, settlements: Sequence[tuple[float, int]]
 ) -> list[tuple[float, int]]:
-    """How many events were committed and not settled yet, over the seconds from the first commit to the last."""
+    """Return the number of committed but unsettled events over time, from the first commit to the last."""
     committed = sorted(committed)
     first, last = committed[0], committed[-1]
     return [
-        (moment - first, max(0, together * bisect_right(committed, moment) - settled))
-        for moment, settled in settlements
-        if first <= moment <= last
+        (at - first, max(0, together * bisect_right(committed, at) - settled))
+        for at, settled in settlements
+        if first <= at <= last
     ] or [(0.0, 0)]
 
 
-# --- producing, here or in a different process -------------------------------------------------------
+# --- producing, here or in another process -----------------------------------------------------------
 
 
 async def produce(outbox: Outbox, options: dict[str, Any]) -> list[float]:
-    """Commit events, some together, at a steady or a random pace; when each commit was done."""
+    """Commit events, several per transaction, at a steady or random pace. Return the time of each commit."""
     together, random = options.get("together", 1), Random(7)
     commits = options["events"] // together
     producers = 1 if "pause" in options else PRODUCERS
@@ -207,7 +205,7 @@ async def produce(outbox: Outbox, options: dict[str, Any]) -> list[float]:
         async with outbox.transaction("Connect"):
             pass
 
-    # A producer that still has to connect when the clock starts would commit a second's work at once.
+    # A producer that connects only after the clock starts would then commit a second's work at once.
     await asyncio.gather(*(connect() for _ in range(producers)))
     committed, numbers, begun = [0.0] * commits, iter(range(commits)), time.monotonic()
 
@@ -222,13 +220,13 @@ async def produce(outbox: Outbox, options: dict[str, Any]) -> list[float]:
                     tx.emit(Stamped(number), model_id=number)
             committed[number] = time.monotonic()
 
-    # A sequence cannot be faster than a commit; single events are the load of an idle system.
+    # One producer cannot be faster than its commits; with "pause", a single producer is the load of an idle system.
     await asyncio.gather(*(producer() for _ in range(producers)))
     return committed
 
 
 async def _produced_elsewhere(task: Task, options: dict[str, Any] | None = None) -> list[float]:
-    """The same in a different process, whose monotonic clock is that of this machine, too."""
+    """Do the same in another process, which has the same monotonic clock."""
     there = msgspec.structs.replace(
         task, scenario="produce", contestant="outboxio", options=task.options | (options or {})
     )
@@ -242,7 +240,7 @@ async def _produced_elsewhere(task: Task, options: dict[str, Any] | None = None)
 
 
 async def produce_for_another(task: Task) -> Figures:
-    """The work of the producing process."""
+    """Run the producing process."""
     if task.options.get("plain"):
         return {"committed": await _produce_plainly(task)}
     async with Outbox(task.url, namespace="bench") as outbox:
@@ -250,7 +248,7 @@ async def produce_for_another(task: Task) -> Figures:
 
 
 async def _produce_plainly(task: Task) -> list[float]:
-    """The same by statements that create the rows inside the database, which costs almost no time here."""
+    """Do the same with statements that create the rows inside the database, at almost no cost for this process."""
     together, seconds = task["events_per_commit"], task["seconds"]
     table = task.options.get("table") or Look(task.url).table("events")
     commits = task["events"] // together
@@ -273,7 +271,7 @@ async def _produce_plainly(task: Task) -> list[float]:
 
 
 async def backlog(task: Task) -> Figures:
-    """A long backlog beside as many finished rows: the time of its last part beside the first part."""
+    """Drain a long backlog in tables with as many finished rows, and compare the time of its first and last part."""
     events, types = task["events"], task["types"]
     marks, most = array("d"), 0
     every = max(1, events // WINDOWS)

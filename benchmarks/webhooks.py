@@ -1,8 +1,8 @@
-"""``python -m benchmarks.webhooks``: what dead and slow endpoints do to the deliveries of the others.
+"""``python -m benchmarks.webhooks``: measure how dead and slow endpoints affect deliveries to the others.
 
-Events are committed at a steady rate and go to local endpoints in turn. One run has good endpoints only. In the other
-run some are dead (half refuse connections, half accept and never answer) and some answer after 3 s. A latency is from
-the commit of an event to the arrival of its request, at those endpoints that are good in both runs.
+Events are committed at a steady rate and sent to local endpoints in turn. In one run, all endpoints are good. In the
+other, some are dead (half refuse connections, half accept and never answer) and some answer after 3 s. A latency is the
+time from an event's commit to the arrival of its request, at the endpoints that are good in both runs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Shipped(Event):
 
 
 class Latencies(asyncio.Protocol):
-    """One connection to an endpoint, which answers each request after ``wait`` seconds; ``None``: never."""
+    """One connection to an endpoint, which answers each request after ``wait`` seconds, or never (None)."""
 
     def __init__(self, arrived: list[float], wait: float | None) -> None:
         self._arrived, self._wait, self._data = arrived, wait, b""
@@ -60,7 +60,7 @@ class Latencies(asyncio.Protocol):
 async def latencies(
     url: str, events: int, rate: float, *, endpoints: int = 200, dead: int = 0, slow: int = 0, watched: int
 ) -> list[float]:
-    """The latencies of the last ``watched`` endpoints. ``rate``: events in a second."""
+    """Return the latencies of the last ``watched`` endpoints. ``rate``: events per second."""
     arrived: list[float] = []
     loop, found = asyncio.get_running_loop(), list[Endpoint]()
     async with AsyncExitStack() as stack:
@@ -92,7 +92,7 @@ async def latencies(
         await stack.enter_async_context(outbox.running())
         await _commit(outbox, events, rate, endpoints)
         async with asyncio.timeout(120):
-            while len(arrived) < expected:  # noqa: ASYNC110  # the wait must wake no task
+            while len(arrived) < expected:  # noqa: ASYNC110  # setting an event per request would cost time
                 await asyncio.sleep(0.01)
     return arrived
 
@@ -113,8 +113,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--url", default=os.environ.get("OUTBOXIO_TEST_POSTGRES_URL"), help="an empty database")
     parser.add_argument("--events", type=int, default=50_000)
-    parser.add_argument("--rate", type=float, default=150.0, help="events in a second")
-    parser.add_argument("--bad", type=int, default=10, help="dead endpoints, and as many slow ones; 0 to compare with")
+    parser.add_argument("--rate", type=float, default=150.0, help="events per second")
+    parser.add_argument(
+        "--bad", type=int, default=10, help="dead endpoints, and as many slow ones; 0 for the reference run"
+    )
     options = parser.parse_args()
     logging.disable()
     bad = options.bad

@@ -1,6 +1,6 @@
-"""One measurement of ``benchmarks/commits.py``, in a process of its own that imports outboxio from another checkout.
+"""Run one measurement of ``benchmarks/commits.py``, in a process that imports outboxio from another checkout.
 
-It uses only what outboxio had on 24 November, and nothing of the benchmarks: the checkout may be that old.
+The checkout may be old, so this file uses only what outboxio had on 24 November, and nothing from the benchmarks.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ async def drain(outbox: Outbox, handlers: int, events: int) -> Measured:
             handled[0] += 1
 
         outbox.handler(Deposited, name=f"h{number}")(handle)
-    await outbox.drain()  # what is imported and opened at first use is not measured
+    await outbox.drain()  # imports and connections at first use are not measured
     await unsettled(outbox)
     for _ in range(events // PER_ACTION):
         await outbox.executor.execute(Fill(PER_ACTION))

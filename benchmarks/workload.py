@@ -1,7 +1,7 @@
-"""The events of every contestant, created inside the database: the same rows for outboxio and for the bare pipelines.
+"""Create the events for every contestant inside the database: the same rows for outboxio and the bare pipelines.
 
-The rows are as the actions of an application would have left them: ids in the order of time, about twenty per
-millisecond, the types in turn.
+The rows look as if an application's actions had written them: ids in the order of time, about twenty per millisecond,
+with alternating types.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ SELECT {id}, 'bench', {action_id}, 'DepositMoney', json_object('wallet_id', i ||
 FROM numbers
 """,
 }
-# 0199b3c50000 is a moment of 2025 in milliseconds.
+# 0199b3c50000 is a time in 2025, in milliseconds.
 _ID = {
     "postgres": "(lpad(to_hex(x'0199b3c50000'::bigint + i / 20), 12, '0') || '{version}0008000' || "
     "lpad(to_hex(i), 12, '0'))::uuid",
@@ -99,7 +99,7 @@ _SETTLE_DOWN = {"postgres": "VACUUM ANALYZE {table}", "mysql": "ANALYZE TABLE {t
 async def fill(
     url: str, dialect: str, table: str, events: int, types: int, *, first: int = 0, delivered: bool = False
 ) -> None:
-    """Commit so many events, and update the planner's statistics."""
+    """Commit the events, and update the planner's statistics."""
     for start in range(first, first + events, PIECE):
         number = min(PIECE, first + events - start)
         await run(url, insertion(dialect, table, start, number, types, delivered=delivered))
@@ -111,7 +111,7 @@ def _spelling(dialect: str) -> str:
 
 
 def insertion(dialect: str, table: str, first: int, number: int, types: int, *, delivered: bool = False) -> str:
-    """The statement that writes so many events; their amounts go up from ``first``."""
+    """Return the statement that writes ``number`` events, with amounts that count up from ``first``."""
     spelling = _spelling(dialect)
     return _FILL[spelling].format(
         table=table,
@@ -127,12 +127,12 @@ def insertion(dialect: str, table: str, first: int, number: int, types: int, *, 
 
 
 async def finish_events(url: str, dialect: str, handler: str, events: int, types: int) -> None:
-    """Rows of the past: so many delivered events, each with a succeeded notification, before all other rows."""
+    """Write the rows of the past: delivered events, each with a succeeded notification, before all other rows."""
     look = Look(url)
     table, notifications = look.table("events"), look.table("event_notifications")
     await fill(url, dialect, table, events, types, delivered=True)
     start = _START[_spelling(dialect)]
-    last = await look.value(f"SELECT max(sequence) AS last FROM {table}")  # numbers that are given out may have gaps
+    last = await look.value(f"SELECT max(sequence) AS last FROM {table}")  # the sequence may have gaps
     for first in range(0, last, PIECE):
         await run(
             url,
@@ -151,7 +151,7 @@ async def run(url: str, statement: str) -> None:
 
 @asynccontextmanager
 async def running(url: str) -> AsyncIterator[Callable[[str], Awaitable[Any]]]:
-    """A function that runs statements, each in a separate transaction, on a single connection."""
+    """Yield a function that runs statements on one connection, each in its own transaction."""
     look = Look(url)
     if look.driver == "asyncpg":
         connection = await asyncpg.connect(url)
@@ -168,9 +168,7 @@ async def running(url: str) -> AsyncIterator[Callable[[str], Awaitable[Any]]]:
 
 @asynccontextmanager
 async def old_snapshot(url: str) -> AsyncIterator[None]:
-    """A reader that began before all later rows, and has not ended: the server cannot clean up rows that the reader may
-    see.
-    """
+    """Keep a read transaction open, so that the server cannot clean up rows that it may still see."""
     look = Look(url)
     if look.driver == "asyncpg":
         reader: Any = await asyncpg.connect(url)

@@ -17,6 +17,7 @@ from outboxio.errors import (
     DatabaseUnavailable,
     DrainTimeout,
     HandlerFailed,
+    HandlerNotStarted,
     InterruptedRun,
     InvalidEvent,
     InvalidRetryAfter,
@@ -25,12 +26,11 @@ from outboxio.errors import (
     LockHeld,
     LockLost,
     LockTimeout,
+    MalformedRow,
     NestedConnection,
     NestedExecute,
     NoHandlerTransaction,
-    NotBegun,
     NoTransaction,
-    OtherDatabase,
     OutboxError,
     PooledConnection,
     PoolExhausted,
@@ -46,6 +46,7 @@ from outboxio.errors import (
     SchemaNewer,
     SchemaNotAdoptable,
     SchemaOccupied,
+    SelfDeadlock,
     SettingsError,
     ShutdownError,
     StaleRecord,
@@ -54,12 +55,11 @@ from outboxio.errors import (
     TransactionEnded,
     TransactionError,
     Unavailable,
-    Undescribable,
     UnknownEventType,
     UnknownHandler,
+    UnprintableError,
     Unprocessable,
-    UnreadableRow,
-    WaitsForItself,
+    WrongDatabase,
     WrongEventLoop,
     WrongProcess,
 )
@@ -121,9 +121,9 @@ if TYPE_CHECKING:
     from outboxio.operations.retention import Removed
     from outboxio.operations.stranded import Stranded
 
-# What only operators and inboxes need is imported when it is first used: most processes only write events and run
-# handlers. The imports above are for type checkers and readers.
-_LATER = {
+# Names that only operators and inboxes need are imported on first use, because most processes only write events and
+# run handlers. The imports above are for type checkers and readers.
+_LAZY = {
     name: module
     for module, names in {
         "outboxio.health.pages": ("health_app", "serve_health"),
@@ -165,9 +165,9 @@ _LATER = {
 
 
 def __getattr__(name: str) -> object:
-    if name not in _LATER:
+    if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_LATER[name]), name)
+    value = globals()[name] = getattr(import_module(_LAZY[name]), name)
     return value
 
 
@@ -204,6 +204,7 @@ __all__ = [
     "Groups",
     "HandlerFailed",
     "HandlerHistory",
+    "HandlerNotStarted",
     "HandlerPartitions",
     "HandlerStatus",
     "Handlers",
@@ -224,16 +225,15 @@ __all__ = [
     "LockStatus",
     "LockTimeout",
     "LoopHealth",
+    "MalformedRow",
     "NestedConnection",
     "NestedExecute",
     "NoHandlerTransaction",
     "NoTransaction",
-    "NotBegun",
     "NotificationRecord",
     "OnDeadKey",
     "Operation",
     "OperationState",
-    "OtherDatabase",
     "Outbox",
     "OutboxError",
     "Overview",
@@ -260,6 +260,7 @@ __all__ = [
     "SchemaNewer",
     "SchemaNotAdoptable",
     "SchemaOccupied",
+    "SelfDeadlock",
     "Settings",
     "SettingsError",
     "Shard",
@@ -280,12 +281,11 @@ __all__ = [
     "TransactionError",
     "TreeNode",
     "Unavailable",
-    "Undescribable",
     "UnknownEventType",
     "UnknownHandler",
+    "UnprintableError",
     "Unprocessable",
-    "UnreadableRow",
-    "WaitsForItself",
+    "WrongDatabase",
     "WrongEventLoop",
     "WrongProcess",
     "__version__",

@@ -1,8 +1,7 @@
-"""The handler's own log records get the fields of the run: event, handler, attempt, model, correlation, trace.
+"""Adds the fields of the current run (event, handler, attempt, model, correlation, trace) to a handler's log records.
 
 :class:`Context` is a filter for Python's ``logging``, :func:`structlog_context` a processor for structlog, and
-:func:`fields` is for all other libraries. Outside of a handler all three add nothing. docs/reference/logs.md lists
-the fields.
+:func:`fields` is for other libraries. Outside of a handler they add nothing. docs/reference/logs.md lists the fields.
 """
 
 from __future__ import annotations
@@ -19,11 +18,10 @@ _OWN = "outboxio"
 
 
 class Context(logging.Filter):
-    """Adds the fields of the run under way to each record. Every record passes.
+    """A logging filter that adds the fields of the current run to each record, and lets all records pass.
 
-    Add the filter to handlers of ``logging``, not to loggers: a filter of a logger does not see the records of the
-    loggers below. Records of outboxio have their own fields and stay as they are, and so do fields that a record has
-    already.
+    Add it to logging handlers, not to loggers: the filter of a logger does not see the records of its child loggers.
+    Records of outboxio have their own fields and are not changed, and neither are fields that a record already has.
 
     Example::
 
@@ -43,7 +41,7 @@ class Context(logging.Filter):
 def structlog_context(
     logger: object, method_name: str, event_dict: MutableMapping[str, Any]
 ) -> MutableMapping[str, Any]:
-    """A processor for structlog: adds the fields of the run under way, unless the entry has the field already.
+    """Add the fields of the current run to a structlog entry, except those that it already has.
 
     Example::
 
@@ -55,10 +53,10 @@ def structlog_context(
 
 
 def fields() -> dict[str, object]:
-    """The fields of the run under way, with the prefix ``outboxio_``; an empty dictionary outside of a handler.
+    """Return the fields of the current run, with the prefix ``outboxio_``; an empty dictionary outside of a handler.
 
-    In a plain function that runs in a thread, and in tasks that the handler has started, the run is under way until the
-    handler has ended. Ids are texts, ``outboxio_attempt`` and ``outboxio_batch_size`` are numbers.
+    This includes plain functions that run in a thread, and tasks that the handler has started, until the handler ends.
+    Ids are strings; ``outboxio_attempt`` and ``outboxio_batch_size`` are numbers.
 
     Example::
 

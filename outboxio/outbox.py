@@ -1,4 +1,4 @@
-"""The composition root: makes every part of an outbox, and is the object that an application holds."""
+"""The composition root: creates the parts of an outbox, and is the object that applications use."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from outboxio.storage import DatabaseSource, open_database
 from outboxio.storage.connections.driver import Limits
 from outboxio.storage.protocols import Database
 from outboxio.storage.unavailable import as_unavailable
-from outboxio.support.aio import to_the_end
+from outboxio.support.aio import run_to_completion
 from outboxio.support.clock import Clock, ShardClock
 from outboxio.support.ids import ProcessName
 from outboxio.support.log import log_of
@@ -56,35 +56,34 @@ logger = log_of(__name__)
 
 
 class Outbox(Registration, JobRegistration, FindingHooks, Recording, Bootstrapping, Locking, Publishing):
-    """Commits an application's own rows together with the events that the rows cause, and runs the handlers afterwards.
+    """Commits your application's rows together with the events they cause, and runs the handlers afterwards.
 
     ``database``: a URL (``postgresql://``, ``mysql://``, ``mariadb://``, ``sqlite:///file.db``, ``sqlite://`` in
-    memory), a pool of asyncpg or aiomysql, or a mapping of shard names to either; the first is the default
-    shard. Nothing is opened yet, and a pool that the application has opened is never closed. ``namespace`` names this
-    service: two services in the same database never share events. ``settings`` defaults to ``Settings.load()``, the
-    variables ``OUTBOXIO_...`` of the environment. ``clock`` is a callable that returns the present
-    moment, for tests; the default is the database's clock. ``resources`` is any object that actions and
-    handlers should have at hand, as ``tx.resources`` and ``envelope.resources``. If ``resources`` is a mapping from
-    types to values or factories, handlers may take the resources as parameters of these types. ``around`` is a function
-    of the envelope that returns an async context manager, which surrounds every run of a handler. ``on_dead`` is an
-    async function of (envelope, error), called for every notification that ends DEAD, or EXPIRED after a failure (see
-    :meth:`handler`).
+    memory), a pool of asyncpg or aiomysql, or a mapping of shard names to either; the first is the default shard. The
+    constructor does no I/O, and a user-supplied pool is never closed. ``namespace`` identifies this service: two
+    services in the same database never share events. ``settings`` defaults to ``Settings.load()``, which reads the
+    environment variables ``OUTBOXIO_...``. ``clock`` is a callable that returns the current time, for tests; the
+    default is the database's clock. ``resources`` is any object that actions and handlers need, available as
+    ``tx.resources`` and ``envelope.resources``. If it is a mapping from types to values or factories, handlers may
+    take resources as parameters of these types. ``around`` is a function of the envelope that returns an async context
+    manager; it is entered around every run of a handler. ``on_dead`` is an async function of (envelope, error), called
+    for every notification that ends DEAD, or EXPIRED after a failure (see :meth:`handler`).
 
-    ``redact`` is a function of a text that returns the part that an operator may see, without card numbers, tokens and
-    names. The function gets type, message and traceback of each error before the error is stored, the description of a
-    failure in a log line, and the payloads, parameters, headers and errors that ``outbox.admin`` and the command line
-    show, as JSON text. It is called only after a failure and for an operator. If the function fails, the text is left
-    out. Handlers get unchanged events.
+    ``redact`` is a function that takes a text and returns what an operator may see of it, without card numbers, tokens
+    and names. It is called with the type, message and traceback of each error before the error is stored, with failure
+    descriptions before they are logged, and with the payloads, parameters, headers and errors that ``outbox.admin``
+    and the command line show, as JSON text. It runs only after failures and for operators. If it raises, the text is
+    omitted. Handlers always receive unredacted events.
 
-    ``telemetry`` is told of actions, events and runs: ``outboxio.integrations.opentelemetry.OpenTelemetry()``, an
-    object of a subclass of :class:`outboxio.telemetry.Telemetry`, or a list of several.
+    ``telemetry`` observes actions, events and runs: ``outboxio.integrations.opentelemetry.OpenTelemetry()``, an
+    instance of a subclass of :class:`outboxio.telemetry.Telemetry`, or a list of several.
 
-    An outbox is used in one event loop at a time. A call in another event loop raises :class:`WrongEventLoop`,
-    until the first event loop or the outbox is closed. A forked child process may use an outbox that its parent has
-    not open; otherwise each use raises :class:`WrongProcess`.
+    An outbox can be used in one event loop at a time. A call in another event loop raises :class:`WrongEventLoop`
+    until the first event loop or the outbox is closed. A forked child process may use an outbox only if its parent has
+    not opened it; otherwise every use raises :class:`WrongProcess`.
 
-    Raises :class:`ConfigurationError` for a database or an option that cannot be understood, and
-    :class:`SettingsError` for an unknown or invalid setting in the environment.
+    Raises :class:`ConfigurationError` for an invalid database or option, and :class:`SettingsError` for an unknown or
+    invalid setting in the environment.
 
     Example::
 
@@ -124,20 +123,20 @@ class Outbox(Registration, JobRegistration, FindingHooks, Recording, Bootstrappi
         environment, clock = self._environment(hook, redact), _checked_clock(clock)
         names = {checked_name(name, "shard name"): source for name, source in sources.items()}
         self._shards: dict[str, ShardRuntime] = {}
-        for name, given in names.items():
-            opened = open_database(name, given, guard=self._guard, limits=_limits(self.settings))
+        for name, source in names.items():
+            opened = open_database(name, source, guard=self._guard, limits=_limits(self.settings))
             emitter = _emitter(opened, environment, self._types)
             self._shards[name] = ShardRuntime(
                 environment, opened, ShardClock(clock, name), emitter, is_first=not self._shards
             )
         self.statistics: Mapping[str, ShardStatistics] = {name: s.statistics for name, s in self._shards.items()}
-        """What this process did, by shard: ``outbox.statistics["default"].handlers["receipt"].succeeded``."""
+        """Counters of this process, by shard: ``outbox.statistics["default"].handlers["receipt"].succeeded``."""
         locks = {name: self._shard_locks(shard) for name, shard in self._shards.items()}
         sessions = [each.sessions for each in locks.values()]
         self._lifecycle = Lifecycle(self, self._shards, sessions, self._guard, self._finding_hooks)
         own_connections = OwnConnections(self._guard)
         self.executor = self._action_executor(redact)
-        """Runs actions."""
+        """The executor, which runs actions."""
         self.execute = self.executor.execute
         """Runs an action: ``balance = await outbox.execute(DepositMoney(wallet_id, amount))``."""
         self.lifespan = Lifespan(self, self._guard)
@@ -158,7 +157,7 @@ class Outbox(Registration, JobRegistration, FindingHooks, Recording, Bootstrappi
         correlation_id: str | None = None,
         headers: Mapping[str, Any] | None = None,
     ) -> AbstractAsyncContextManager[Transaction]:
-        """``execute`` without an Action class: the block is the action. Its end commits, and it is never retried.
+        """Run the block as an action, without an Action class. It commits at the end, and is never retried.
 
         ``params`` is a mapping or a struct that encodes to a JSON object.
 
@@ -173,11 +172,11 @@ class Outbox(Registration, JobRegistration, FindingHooks, Recording, Bootstrappi
         )
 
     def connection(self, *, shard: str | None = None) -> AbstractAsyncContextManager[Connection]:
-        """A connection for reading, in a read-only transaction that ends with the block. No row is written.
+        """Open a connection for reading, in a read-only transaction that ends with the block. No event is written.
 
-        ``shard`` names a shard that is not the first. Raises :class:`NestedConnection` where a transaction of this
-        outbox is open on that shard: read through ``tx`` there. Raises :class:`DatabaseUnavailable` if the shard cannot
-        be reached. The database refuses a statement that writes, with the driver's error.
+        ``shard`` defaults to the first shard. Raises :class:`NestedConnection` inside a transaction of this outbox on
+        that shard: read through ``tx`` there. Raises :class:`DatabaseUnavailable` if the shard cannot be reached. A
+        statement that writes fails with the driver's error.
 
         Example::
 
@@ -188,7 +187,7 @@ class Outbox(Registration, JobRegistration, FindingHooks, Recording, Bootstrappi
 
     @cached_property
     def inbox(self) -> Inbox:
-        """Receives messages of brokers and webhooks: ``await outbox.inbox.receive(...)``."""
+        """The inbox, which receives messages from brokers and webhooks: ``await outbox.inbox.receive(...)``."""
         from outboxio.inbox.inbox import Inbox
 
         return Inbox(self.namespace, self.executor, self._own_connections.session_on, self._inline)
@@ -198,37 +197,37 @@ class Outbox(Registration, JobRegistration, FindingHooks, Recording, Bootstrappi
     def running(self, *, fanout: bool = True, handling: bool = True) -> AbstractAsyncContextManager[Outbox]:
         """Fan out and run handlers until the block ends.
 
-        The end of the block winds down gracefully: no further run starts, ``envelope.stopping`` is set, running
-        handlers have ``shutdown_timeout`` to end before they are cancelled (which uses up no attempt), every outcome is
-        written, and the cluster locks are given back. ``fanout=False`` or ``handling=False`` leave that part to
-        other instances; so does the setting ``handling_enabled``.
+        Leaving the block shuts down gracefully: no new run starts, ``envelope.stopping`` is set, running handlers get
+        ``shutdown_timeout`` to finish before they are cancelled (which does not count as an attempt), every outcome is
+        written, and the cluster locks are released. ``fanout=False`` or ``handling=False`` leaves that part to other
+        processes, and so does the setting ``handling_enabled=False``.
 
-        The block may be left by a different task than the entering task, nested, and entered again. A block inside a
-        handler of this outbox does not prolong the run. The last block cannot be left inside a handler or a
-        transaction, because the block would wait for itself: :class:`WaitsForItself`. Entering raises
-        :class:`DatabaseUnavailable` if no shard can be reached, and :class:`SchemaMissing`, :class:`SameDatabase`,
-        :class:`PoolTooSmall` or :class:`PooledConnection` for a configuration that cannot work; a shard that is only
-        down is probed until it comes. Leaving raises :class:`ShutdownError` if outcomes could not be written.
+        The block may be left from another task than it was entered in, it may be nested, and entered again. A block
+        inside a handler of this outbox does not prolong the run. Leaving the last block inside a handler or a
+        transaction would deadlock, and raises :class:`SelfDeadlock`. Entering raises :class:`DatabaseUnavailable` if no
+        shard can be reached, and :class:`SchemaMissing`, :class:`SameDatabase`, :class:`PoolTooSmall` or
+        :class:`PooledConnection` for a configuration that cannot work; if only some shards are down, they are probed
+        until they come up. Leaving raises :class:`ShutdownError` if outcomes could not be written.
 
         Example::
 
             async with outbox.running():
                 await stop.wait()
         """
-        for part, given in {"fanout": fanout, "handling": handling}.items():
-            if not isinstance(given, bool):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not be typed
-                raise ConfigurationError(f"running({part}={briefly(given)}): expected True or False")
+        for part, value in {"fanout": fanout, "handling": handling}.items():
+            if not isinstance(value, bool):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not be typed
+                raise ConfigurationError(f"running({part}={briefly(value)}): expected True or False")
         roles = Roles(fanout=fanout, handling=handling and self.settings.handling_enabled)
         return RunHandle(lambda: self._enter(roles))
 
     async def drain(self, timeout: timedelta | float | str | None = None) -> Drained:
-        """Fan out and dispatch until no notification is due. Returns the work of this call. For tests, cron, scripts.
+        """Fan out and dispatch until no notification is due, for tests, cron jobs and scripts. Returns the counts.
 
-        Beside this outbox's own ``running()`` the call waits until no notification is due. While another process holds
-        the locks, the call waits for that process. After ``timeout`` (default: never) the call raises
-        :class:`DrainTimeout`; handlers that still run are cancelled then, which uses up no attempt. Inside a handler or
-        a transaction of this outbox the call would wait for itself, and raises :class:`WaitsForItself`. Raises
-        :class:`DatabaseUnavailable` if a shard cannot be reached, is locked, or closes the connection.
+        While this outbox is in ``running()``, the call only waits until no notification is due. While another process
+        holds the locks, it waits for that process. After ``timeout`` (default: no limit) it raises
+        :class:`DrainTimeout`, and cancels handlers that are still running, which does not count as an attempt. Raises
+        :class:`SelfDeadlock` inside a handler or a transaction of this outbox, and :class:`DatabaseUnavailable` if a
+        shard cannot be reached, is locked, or closes the connection.
 
         Example::
 
@@ -238,39 +237,38 @@ class Outbox(Registration, JobRegistration, FindingHooks, Recording, Bootstrappi
         return await self._lifecycle.drain(timeout)
 
     async def migrate(self, *, contract: bool = False) -> dict[str, list[str]]:
-        """Bring the tables of every shard up to date. Returns by shard the files that were applied, and indexes made.
+        """Bring the tables of every shard up to date. Returns the applied files and created indexes, by shard.
 
-        A change on which an older version of outboxio cannot run is made in two steps. ``migrate()`` adds the new part
-        (expand), and processes of both versions work side by side. ``migrate(contract=True)`` drops the old part: call
-        it once no process of the older version runs any more. While an older version has announced handlers within 2
+        A change that older versions of outboxio cannot work with is made in two steps. ``migrate()`` adds the new part
+        (expand), and processes of both versions run side by side. ``migrate(contract=True)`` drops the old part: call
+        it when no process of the older version is running. If an older version announced handlers within the last 2
         minutes, in any namespace of the database, the call applies nothing and raises :class:`SchemaInUse`. A database
         without tables gets both steps at once.
 
-        Safe to call at every start and from several instances at the same time. A missing index is made again, which on
-        PostgreSQL keeps producers waiting meanwhile. A missing table or column that held data is not made again:
-        :class:`SchemaMissing` has the statements. Refuses a schema that is newer than this outboxio
-        (:class:`SchemaNewer`), never edits tables that it did not make (:class:`SchemaOccupied`), and names a right
-        that is missing (:class:`RightsMissing`).
-        Inside a transaction of this outbox the call would wait for itself, and raises :class:`WaitsForItself`.
+        Safe to call at every start, and from several processes at the same time. A missing index is created again,
+        which on PostgreSQL blocks producers until it is built. A missing table or column that held data is not created
+        again: :class:`SchemaMissing` has the statements. Raises :class:`SchemaNewer` for a schema that is newer than
+        this version, :class:`SchemaOccupied` for tables that outboxio did not create, :class:`RightsMissing` for
+        missing privileges, and :class:`SelfDeadlock` inside a transaction of this outbox.
 
         Example::
 
             await outbox.migrate()  # at every deployment
-            await outbox.migrate(contract=True)  # after all processes of the older version have ended
+            await outbox.migrate(contract=True)  # after all processes of the older version have stopped
         """
-        refuse_in_transaction(self, "outbox.migrate()", "migrate before the transaction, at the start of the program")
+        refuse_in_transaction(self, "outbox.migrate()", "migrate at program start, before the transaction")
         return {name: await shard.database.schema.migrate(contract=contract) for name, shard in self._shards.items()}
 
     async def adopt(self, *, dry_run: bool = False) -> dict[str, list[str]]:
-        """Take over the tables of Ekbatan in every shard, then migrate. Returns by shard the statements for the tables.
+        """Adopt the tables of Ekbatan in every shard, then migrate. Returns the executed statements, by shard.
 
-        Each handler goes on where it was: rows keep their states, attempts and moments. Stop the jobs of Ekbatan
-        before; its writers may work on, and wait while the tables change. With ``dry_run=True`` nothing changes. A
-        second call does nothing more, and goes on with an adoption that was interrupted. On PostgreSQL each shard
-        changes in a single transaction.
+        Handlers continue where they were: rows keep their states, attempts and times. Stop the jobs of Ekbatan first;
+        its writers may continue, and are blocked while the tables change. With ``dry_run=True`` nothing changes. The
+        call is idempotent, and completes an adoption that was interrupted. On PostgreSQL each shard changes in a
+        single transaction.
 
-        Raises :class:`SchemaNotAdoptable` for tables that are not Ekbatan's, with every difference, before anything is
-        written; :class:`RightsMissing`; :class:`SchemaNewer`; :class:`WaitsForItself` inside a transaction of this
+        Raises :class:`SchemaNotAdoptable`, with all differences, for tables that are not Ekbatan's, before anything is
+        written; :class:`RightsMissing`; :class:`SchemaNewer`; and :class:`SelfDeadlock` inside a transaction of this
         outbox.
 
         Example::
@@ -279,13 +277,13 @@ class Outbox(Registration, JobRegistration, FindingHooks, Recording, Bootstrappi
                 print(shard, *statements, sep="\\n")
             await outbox.adopt()
         """
-        refuse_in_transaction(self, "outbox.adopt()", "adopt before the transaction, in a program of its own")
+        refuse_in_transaction(self, "outbox.adopt()", "adopt before the transaction, in a separate program")
         return {name: await shard.database.schema.adopt(dry_run=dry_run) for name, shard in self._shards.items()}
 
     async def check(self) -> None:
-        """Make sure that every shard can be reached and has all tables, columns and indexes.
+        """Check that every shard can be reached and has all tables, columns and indexes.
 
-        Raises :class:`DatabaseUnavailable`, :class:`SchemaMissing` (with the missing part, and the remedy),
+        Raises :class:`DatabaseUnavailable`, :class:`SchemaMissing` (which names the missing part and the fix),
         :class:`RightsMissing`, :class:`SchemaNewer`, :class:`SameDatabase`.
         """
         for shard in self._shards.values():
@@ -295,24 +293,24 @@ class Outbox(Registration, JobRegistration, FindingHooks, Recording, Bootstrappi
 
     @cached_property
     def admin(self) -> Admin:
-        """The questions and operations of an operator."""
+        """Queries and operations for operators."""
         from outboxio.operations.admin import Admin
         from outboxio.operations.base import AdminSetup
-        from outboxio.operations.recorder import By, Ends
+        from outboxio.operations.recorder import BulkCutoffs, By
 
         shards = list(self._shards.values())
         return Admin(AdminSetup(
             namespace=self.namespace, shards={shard.name: shard.for_operators for shard in shards},
             settings=self.settings, handlers=self._handlers, types=self._types, redact=self._redact, owner=self,
-            process=shards[0].environment.process, ends=Ends(), overviews=self._health.overviews,
+            process=shards[0].environment.process, cutoffs=BulkCutoffs(), overviews=self._health.overviews,
         ), By())  # fmt: skip
 
     async def health(self) -> Health:
-        """The health of this process and of the tables: alive, ready, in order, and the reasons if not.
+        """Return the health of this process and its shards: live, ready, healthy, and the reasons if not.
 
-        Reads the memory of the process, and asks the database at most once in 5 s, for at most 1 s. Never raises for a
-        database that is down. Works inside and outside of ``running()``, and in any event loop: for a second event
-        loop, the event loop of the outbox answers, and if that event loop is blocked, the result is not live.
+        Reads in-memory state, and queries the database at most once every 5 s, for at most 1 s. Does not raise if the
+        database is down. Works inside and outside of ``running()``, and in any event loop: a call from another event
+        loop is answered by the event loop of the outbox, and if that one is blocked, the result is not live.
 
         Example::
 
@@ -322,10 +320,9 @@ class Outbox(Registration, JobRegistration, FindingHooks, Recording, Bootstrappi
         return await self._health.read()
 
     async def close(self) -> None:
-        """Close every connection that this outbox opened. The outbox may be used again, then also in a new event loop.
+        """Close every connection that this outbox opened. It may be used again, also in a new event loop.
 
-        Ends ``running()`` as well. Inside a handler or a transaction of this outbox the call would wait for itself,
-        and raises :class:`WaitsForItself`.
+        Ends ``running()`` as well. Raises :class:`SelfDeadlock` inside a handler or a transaction of this outbox.
         """
         await self._lifecycle.close()
 
@@ -335,7 +332,7 @@ class Outbox(Registration, JobRegistration, FindingHooks, Recording, Bootstrappi
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await to_the_end(self.close())
+        await run_to_completion(self.close())
 
     # --- inside ----------------------------------------------------------------------------------
 
@@ -383,7 +380,7 @@ class Outbox(Registration, JobRegistration, FindingHooks, Recording, Bootstrappi
         return self, await self._lifecycle.enter(roles)
 
     def _inline(self, shard: str) -> InlineRunner:
-        self._guard.enter()  # before the runner is made: an event loop that takes over forgets all earlier runners
+        self._guard.enter()  # before the runner is created: entering a new event loop discards all earlier runners
         return self._shards[shard].inline()
 
     def _refuse_while_running(self) -> None:
@@ -421,5 +418,5 @@ def _checked_settings(settings: Any) -> Settings:
 
 def _checked_clock(clock: Any) -> Clock | None:
     if clock is not None and not callable(clock):
-        raise ConfigurationError(f"clock is {briefly(clock)}; expected a callable that returns the present moment")
+        raise ConfigurationError(f"clock is {briefly(clock)}; expected a callable that returns the current time")
     return cast("Clock | None", clock)

@@ -1,7 +1,7 @@
-"""The settings: every number and switch of an outbox, in a frozen struct, with the sources of their values.
+"""The settings of an outbox, in a frozen struct, and the sources of their values.
 
-The struct's fields are the only list of settings. Spellings, environment variables, conversions and checks derive from
-the names and types of the fields. A new setting is a field, and a line in ``_RANGES`` if the bounds are unusual.
+The fields of the struct are the only list of settings: spellings, environment variables, conversions and checks derive
+from their names and types. To add a setting, add a field, and a line in ``_RANGES`` if its bounds are unusual.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from outboxio.support.duration import Duration, default_duration, format_duratio
 from outboxio.support.text import nearest
 
 Balance = Literal["partitioned", "all"]
-"""The handlers that are spread over the processes: handlers with several partitions, or all handlers."""
+"""Which handlers are distributed over the processes: those with several partitions, or all."""
 
 
 class _SettingsMeta(msgspec.StructMeta):
@@ -36,12 +36,12 @@ class _SettingsMeta(msgspec.StructMeta):
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, metaclass=_SettingsMeta):
-    """How an outbox behaves. Every setting has a default that suits production.
+    """The configuration of an outbox. The defaults are suitable for production.
 
-    A duration is a ``timedelta``. It may be given as a ``timedelta``, as seconds (``0.5``), as ``"20ms"``, ``"1h30m"``,
-    or as ISO-8601 (``"PT1S"``). Durations are longer than zero unless said otherwise, and at most 100 years; numbers
-    are 1 or more. A setting that is unknown or out of bounds raises :class:`~outboxio.errors.SettingsError` with the
-    name, the value and the expected values.
+    Durations are stored as ``timedelta``, and may be given as a ``timedelta``, as seconds (``0.5``), as ``"20ms"`` or
+    ``"1h30m"``, or in ISO-8601 (``"PT1S"``). Unless noted otherwise, they must be longer than zero and at most 100
+    years, and numbers must be 1 or more. An unknown setting, or a value out of bounds, raises
+    :class:`~outboxio.errors.SettingsError` with the name, the value and what was expected.
 
     Example::
 
@@ -53,104 +53,105 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """
 
     fanout_poll_delay: Duration = default_duration("1s")
-    """Longest pause of idle fan-out without a wake-up (jittered). 1 ms to 1 day."""
+    """Polling interval of fan-out when it is idle (jittered). 1 ms to 1 day."""
 
     fanout_batch_size: int = 1000
-    """Events that a fan-out transaction turns into notifications, at most."""
+    """Maximum number of events per fan-out transaction."""
 
     handling_enabled: bool = True
-    """True if this process runs handlers. False for a deployment that only fans out."""
+    """Whether this process runs handlers. False for a deployment that only fans out."""
 
     handling_poll_delay: Duration = default_duration("1s")
-    """Longest pause of the idle dispatcher without a wake-up (jittered). 1 ms to 1 day.
+    """Polling interval of the dispatcher when it is idle (jittered). 1 ms to 1 day.
 
-    A notification may be found so late in two cases: it becomes due by the time alone, or it was written without a
-    wake-up. On MySQL, MariaDB and SQLite a process sends no wake-ups to the rest of the fleet."""
+    It bounds the delay of notifications that become due at a later time, and of those written without a wake-up. On
+    MySQL, MariaDB and SQLite, processes send no wake-ups to each other."""
 
     handling_batch_size: int = 1000
-    """Due notifications that the dispatcher reads at once, at most."""
+    """Maximum number of due notifications that the dispatcher reads at once."""
 
     handling_max_backoff_cap: Duration = default_duration("5m")
-    """Longest pause between two attempts of a failing handler. A ``RetryPolicy`` may have a different pause."""
+    """Maximum delay between two attempts of a failing handler. A ``RetryPolicy`` may set its own."""
 
     # A window shorter than the backoff cap is allowed: an attempt outside the window means EXPIRED.
     handling_retention_window: Duration = default_duration("7d")
-    """Time after which an unfinished notification is EXPIRED, from its first possible run or from a retry by hand."""
+    """Time after which an unfinished notification becomes EXPIRED, from its first possible run or a manual retry."""
 
     handler_timeout: Duration = default_duration("60s")
-    """Time that a run of a handler may take before the run is cancelled and counted as a failure. The event loop may
-    stand still for the longest such time of all handlers here before this process gives up the cluster locks."""
+    """Time after which a run of a handler is cancelled and counted as a failure. If the event loop is blocked for
+    longer than the longest timeout of all handlers in this process, the process releases its cluster locks."""
 
     concurrency: int = 100
-    """Handlers that run at the same time on a shard in this process, at most; hooks besides."""
+    """Maximum number of concurrent handler runs per shard in this process; hooks do not count."""
 
     max_hops: int = 32
-    """Events in a chain of causes, at most. The limit stops two handlers whose events cause events for each handler."""
+    """Maximum length of a chain of events that cause further events. It stops handlers that trigger each other."""
 
     max_crashes: int = 3
-    """Starts of a row that end with the process instead of the run, before the row is DEAD. The count begins after a
-    first crash. 1 is like 2: more rows run at the first counted start, so that start proves nothing about the row."""
+    """Number of times the process may die while a row is running before the row becomes DEAD. Counting begins after a
+    first crash. 1 has the effect of 2: other rows run during the first counted start, so it does not prove that this
+    row caused the crash."""
 
     outcome_batch: int = 500
-    """Outcomes of finished handlers that are written together, at most."""
+    """Maximum number of outcomes that are written together."""
 
     outcome_delay: Duration = default_duration("20ms")
-    """Time that an outcome may wait for more outcomes, so that all are written together. Zero: no wait. After a crash
-    the handlers of waiting outcomes run again."""
+    """Maximum time that an outcome is buffered so that several are written together. Zero disables buffering. After a
+    crash, handlers whose outcomes were not written run again."""
 
     shutdown_timeout: Duration = default_duration("25s")
-    """Grace period of running handlers after ``running()`` is left, before the handlers are cancelled. Zero: none.
-    Kubernetes kills a pod after 30 s: outcomes are written and locks given back in the seconds that are left."""
+    """Grace period for running handlers after ``running()`` is left, before they are cancelled. Zero: none.
+    Kubernetes kills a pod after 30 s; the remaining seconds are for writing outcomes and releasing locks."""
 
     pool_timeout: Duration = default_duration("30s")
-    """Time that an action waits for a connection, or on SQLite for the turn to write, before
+    """Time that an action waits for a connection, or on SQLite for the writer connection, before
     :class:`~outboxio.errors.PoolExhausted` is raised."""
 
     lock_heartbeat: Duration = default_duration("5s")
-    """Time between two proofs that a cluster lock is still held; the server drops a holder that is silent for 1.8
-    times as long. 50 ms to 1 day."""
+    """Heartbeat interval of cluster locks; the server disconnects a holder that sends nothing for 1.8 times as long.
+    50 ms to 1 day."""
 
     lock_sessions: int = 8
-    """Sessions for the locks of ``outbox.lock``, in each process and shard, at most. A lock that is held, or waits for
-    a different process, uses a session; further tasks wait for a session. Of a given pool, at most a quarter."""
+    """Maximum number of sessions for ``outbox.lock``, per process and shard. A lock that is held, or waits for another
+    process, uses one session; further tasks wait for a free session. Of a user-supplied pool, at most a quarter."""
 
     balance: Balance = "partitioned"
-    """``"partitioned"``: processes share the handlers that have several partitions, and the process that came first
-    keeps the rest. ``"all"``: handlers with a single partition are spread over the processes too. An event then waits
-    for a wake-up between processes: 0.5 ms longer on an idle PostgreSQL, 16 ms on an idle MySQL or MariaDB."""
+    """``"partitioned"``: processes share the handlers that have several partitions, and the first process runs all
+    others. ``"all"``: handlers with a single partition are distributed over the processes too. Events then need a
+    wake-up between processes, which adds 0.5 ms on an idle PostgreSQL, and 16 ms on an idle MySQL or MariaDB."""
 
     spread_after: Duration = default_duration("10s")
-    """Time for which due notifications of a handler must have been waiting, for more than a second each, before the
-    handler is shared among the processes that have it. Concerns handlers with ``partitions="auto"``."""
+    """Time for which a handler with ``partitions="auto"`` must have had a backlog, of notifications due for more than
+    a second, before it is shared among the processes that have it."""
 
     subscription_ttl: Duration = default_duration("7d")
-    """Time for which a handler that no process has any longer still gets notifications."""
+    """Time for which a handler still gets notifications after the last process that had it is gone."""
 
     failing_alert_after: Duration = default_duration("1h")
-    """Time for which a notification must have been failing before the overview and ``outboxio doctor`` report it."""
+    """Time after which the overview and ``outboxio doctor`` report a failing notification."""
 
     connect_timeout: Duration = default_duration("10s")
-    """Time in which a new connection to a server must be open."""
+    """Timeout for opening a connection to a server."""
 
     statement_timeout: Duration = default_duration("60s")
-    """Time in which a server must answer a statement of outboxio's own, BEGIN, COMMIT and the loops' statements among
-    them, before its connection is given up."""
+    """Timeout for the statements that outboxio itself runs, including BEGIN, COMMIT and those of the loops. When it
+    expires, the connection is closed."""
 
     action_statement_timeout: Duration = default_duration("0s")
-    """Time that a statement of an action's own code may take before a TimeoutError. Zero: as long as the server is at
-    work on the statement."""
+    """Timeout for the statements of an action's own code, which then raise TimeoutError. Zero: no timeout, as long as
+    the server is working on the statement."""
 
     notify: bool = True
-    """True if a commit wakes the rest of the fleet, where the database can (PostgreSQL). Polling goes on anyway."""
+    """Whether a commit wakes the other processes, if the database supports it (PostgreSQL). Polling continues."""
 
     record_empty_actions: bool = True
-    """True if an action without events writes a sentinel event in ``events``."""
+    """Whether an action that emits no events writes a sentinel row to ``events``."""
 
     validate_events: bool = True
-    """True if the field values of an event are checked against the field types before the event is written."""
+    """Whether an event's field values are checked against their types before the event is written."""
 
     purge_enabled: bool = True
-    """True if ``running()`` removes rows that were kept long enough. ``outbox.admin.purge()`` does so in any case."""
+    """Whether ``running()`` purges rows that are past their retention. ``outbox.admin.purge()`` works in any case."""
 
     keep_finished: Duration = default_duration("7d")
     """Age at which finished notifications and fully settled events are removed."""
@@ -159,7 +160,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Age at which DEAD notifications are removed."""
 
     dedup_retention: Duration = default_duration("100d")
-    """Time for which the inbox recognises an inbox message. As a rule longer than events are kept."""
+    """Time for which the inbox detects duplicates of a message. Usually longer than events are kept."""
 
     def __post_init__(self) -> None:
         for leaf in _LEAFS:
@@ -171,30 +172,30 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         source: Mapping[str, object] | str | Path | None = None,
         environ: Mapping[str, str] | None = os.environ,
     ) -> Self:
-        """Settings from a mapping or a TOML file, overridden by the environment.
+        """Load settings from a mapping or a TOML file, overridden by the environment.
 
-        ``source``: a mapping, the path of a TOML file, or None. The settings are the table ``outboxio``, else the
-        table ``tool.outboxio``, else the whole source. Names are in snake_case, kebab-case or camelCase, and may be
-        nested at any word: ``handling_poll_delay``, ``handling-poll-delay``, ``handlingPollDelay`` and
-        ``{"handling": {"poll-delay": ...}}`` are the same setting, which may be given only once.
+        ``source``: a mapping, the path of a TOML file, or None. The settings are the table ``outboxio`` of the source,
+        or else the table ``tool.outboxio``, or else the whole source. Names may be in snake_case, kebab-case or
+        camelCase, and nested at any word boundary: ``handling_poll_delay``, ``handling-poll-delay``,
+        ``handlingPollDelay`` and ``{"handling": {"poll-delay": ...}}`` are the same setting, which may be given once.
 
-        ``environ``: variables named ``OUTBOXIO_HANDLING_POLL_DELAY`` and so on; None reads none. ``OUTBOXIO_DATABASE``,
+        ``environ``: variables such as ``OUTBOXIO_HANDLING_POLL_DELAY``; None reads none. ``OUTBOXIO_DATABASE``,
         ``OUTBOXIO_TARGET``, ``OUTBOXIO_NAMESPACE``, ``OUTBOXIO_WEBHOOK``, ``OUTBOXIO_TEST_*`` and the variables that
         Kubernetes sets for a service, such as ``OUTBOXIO_SERVICE_HOST``, are not settings. ``Outbox(...)`` without
         ``settings`` calls ``Settings.load()``.
 
-        Durations are spelled as everywhere; text is converted (``"50"``; ``"true"``, ``"yes"``, ``"on"``, ``"1"`` and
-        the opposites).
+        Text is converted: durations as above, numbers (``"50"``), and booleans (``"true"``, ``"yes"``, ``"on"``,
+        ``"1"`` and their opposites).
 
-        Raises :class:`~outboxio.errors.SettingsError` for a name that is unknown or given twice and for a bad value,
-        with the name as the source spells it, and for a file that cannot be read, with the path.
+        Raises :class:`~outboxio.errors.SettingsError`, with the name as spelled in the source, for a name that is
+        unknown or given twice and for an invalid value; and with the path for a file that cannot be read.
 
         Example::
 
             Settings.load("pyproject.toml")
             Settings.load({"handling": {"enabled": False}}, environ={"OUTBOXIO_CONCURRENCY": "50"})
         """
-        return cls(**given_settings(source, environ))
+        return cls(**settings_from(source, environ))
 
 
 _LEAFS: Final[Mapping[str, type[Any]]] = {field.name: field.type for field in msgspec.structs.fields(Settings)}
@@ -204,18 +205,18 @@ _LEAFS: Final[Mapping[str, type[Any]]] = {field.name: field.type for field in ms
 
 _MICROSECOND: Final = timedelta(microseconds=1)
 _DAY: Final = timedelta(days=1)
-# "For ever" must still be subtractable from now: a much longer time leaves the calendars of Python and the servers.
+# It must be possible to subtract the longest duration from the current time, in Python and on the servers.
 _CENTURY: Final = timedelta(days=36_500)
 
 # The largest value of the smallest integer type of all databases: the numbers become limits of statements.
 _LARGEST_NUMBER: Final = 2**31 - 1
 
 _RANGES: Final[Mapping[str, tuple[timedelta, timedelta]]] = {
-    # An idle loop must not become a busy loop. Polling finds the rows of a lost wake-up.
+    # An idle loop must not become a busy loop, and polling must find rows whose wake-up was lost.
     "fanout_poll_delay": (timedelta(milliseconds=1), _DAY),
     "handling_poll_delay": (timedelta(milliseconds=1), _DAY),
-    # The server drops a holder that is silent for nearly two heartbeats. Any less, and a pause of the garbage
-    # collector or the network costs the lock; any more, and a frozen holder keeps the lock for days.
+    # The server disconnects a holder that sends nothing for nearly two heartbeats. With a shorter interval, a pause of
+    # the garbage collector or the network costs the lock; with a longer one, a frozen holder keeps it for days.
     "lock_heartbeat": (timedelta(milliseconds=50), _DAY),
     "action_statement_timeout": (timedelta(0), _CENTURY),
     "outcome_delay": (timedelta(0), _CENTURY),
@@ -269,26 +270,26 @@ _CHECKS: Final[Mapping[object, Callable[[str, object, str], object]]] = {
 # --- sources of values ---------------------------------------------------------------------------
 
 _NOT_SHOWN: Final = "<not shown>"
-"""In place of the value of an unknown variable or key, which may be a secret, such as OUTBOXIO_DATABASE_URL."""
+"""Replaces the value of an unknown variable or key, which may be a secret, such as OUTBOXIO_DATABASE_URL."""
 _PREFIX: Final = "OUTBOXIO_"
-_OF_OTHERS: Final = {
+_RESERVED: Final = {
     "OUTBOXIO_DATABASE",
     "OUTBOXIO_TARGET",
     "OUTBOXIO_NAMESPACE",
     "OUTBOXIO_WEBHOOK",
-}  # of examples, and of the command line
-_OF_KUBERNETES: Final = re.compile(
+}  # used by the examples and the command line
+_KUBERNETES_VARIABLES: Final = re.compile(
     r"OUTBOXIO_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)"
 )
 """The variables of a service named ``outboxio`` or ``outboxio-...``, which every pod of its namespace gets."""
 _OF_COMMAND_LINE: Final = ("target", "namespace")
-"""Keys in the table ``tool.outboxio`` of ``pyproject.toml`` that say which outbox the command line works on."""
+"""Keys in the table ``tool.outboxio`` of ``pyproject.toml`` that select the outbox for the command line."""
 
 
-def given_settings(
+def settings_from(
     source: Mapping[str, object] | str | Path | None, environ: Mapping[str, str] | None
 ) -> dict[str, Any]:
-    """The settings that a source and the environment give, without the defaults. See :meth:`Settings.load`."""
+    """Return the settings from a source and the environment, without defaults. See :meth:`Settings.load`."""
     from_source = {} if source is None else _from_table(_table_of(source))
     return from_source | _from_environ(environ or {})
 
@@ -333,14 +334,14 @@ def _has_settings(table: object) -> bool:
 
 def _from_table(table: Mapping[str, object]) -> dict[str, Any]:
     values: dict[str, Any] = {}
-    written: dict[str, str] = {}
+    seen: dict[str, str] = {}
     for key, value in _flattened(table):
         leaf = _snake_case(key)
         if leaf not in _LEAFS:
             raise SettingsError(key, _NOT_SHOWN, _expected_instead_of(leaf))
-        if leaf in written:
-            raise SettingsError(key, value, f"one spelling of {leaf}, which is also given as {written[leaf]}")
-        written[leaf] = key
+        if leaf in seen:
+            raise SettingsError(key, value, f"one spelling of {leaf}, which is also given as {seen[leaf]}")
+        seen[leaf] = key
         values[leaf] = _checked(leaf, _read(leaf, value), key=key)
     return values
 
@@ -356,9 +357,9 @@ def _from_environ(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _is_ours(variable: str) -> bool:
-    if not variable.startswith(_PREFIX) or variable in _OF_OTHERS or variable.startswith(f"{_PREFIX}TEST_"):
+    if not variable.startswith(_PREFIX) or variable in _RESERVED or variable.startswith(f"{_PREFIX}TEST_"):
         return False
-    return _OF_KUBERNETES.fullmatch(variable) is None
+    return _KUBERNETES_VARIABLES.fullmatch(variable) is None
 
 
 def _variable(leaf: str) -> str:
@@ -366,7 +367,7 @@ def _variable(leaf: str) -> str:
 
 
 def _flattened(table: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
-    """``{"handling": {"enabled": x}}`` as ``("handling.enabled", x)``: the key as the source spells it."""
+    """Yield ``("handling.enabled", x)`` for ``{"handling": {"enabled": x}}``, with keys as spelled in the source."""
     for name, value in table.items():
         key = f"{prefix}{name}"
         if _is_table(value) and (value or _is_group(key)):
@@ -383,7 +384,7 @@ def _is_group(key: str) -> bool:
     return any(leaf.startswith(f"{_snake_case(key)}_") for leaf in _LEAFS)
 
 
-# --- meanings of names and texts -----------------------------------------------------------------
+# --- conversion of names and texts ---------------------------------------------------------------
 
 _SWITCHES: Final[Mapping[str, bool]] = {
     "true": True,
@@ -398,12 +399,12 @@ _SWITCHES: Final[Mapping[str, bool]] = {
 
 
 def _snake_case(key: str) -> str:
-    words = re.sub(r"(?<=[a-z0-9])[A-Z]", lambda capital: f"_{capital[0].lower()}", key)
-    return words.replace("-", "_").replace(".", "_")
+    snake = re.sub(r"(?<=[a-z0-9])[A-Z]", lambda capital: f"_{capital[0].lower()}", key)
+    return snake.replace("-", "_").replace(".", "_")
 
 
 def _read(leaf: str, value: object) -> object:
-    """The value that a text means. A text without a meaning is returned unchanged, and the check refuses the text."""
+    """Convert a text to the type of the setting. Invalid text is returned unchanged, and the check refuses it."""
     if not isinstance(value, str) or (reader := _READERS.get(_LEAFS[leaf])) is None:
         return value
     return reader(value)

@@ -1,4 +1,4 @@
-"""Synchronous producers: Django, Flask and scripts record events, and the worker of an outbox handles the events."""
+"""Synchronous producers: Django, Flask and scripts record events, and the workers of an outbox handle them."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ __all__ = ["Producer"]
 
 
 class Producer:
-    """Writes rows of ``events`` in open transactions of synchronous code. Threads may share a producer.
+    """Records events in open transactions of synchronous code. A producer may be shared by threads.
 
-    ``namespace`` is the namespace of the outbox whose worker handles the events. Of ``settings`` (default:
-    ``Settings.load()``, the environment), a producer applies ``validate_events``, ``record_empty_actions`` and
-    ``max_hops``. ``clock`` is a callable that returns the present
-    moment; the default is the clock of this machine. A producer opens no connection and starts no thread.
+    ``namespace`` is the namespace of the outbox whose workers handle the events. Of ``settings`` (default:
+    ``Settings.load()``, the environment), a producer uses ``validate_events``, ``record_empty_actions`` and
+    ``max_hops``. ``clock`` is a callable that returns the current time; the default is the clock of this machine. A
+    producer opens no connection and starts no thread.
 
     Raises :class:`InvalidEvent` for a namespace that cannot be stored, and :class:`SettingsError` for an unknown or
     invalid setting in the environment.
@@ -66,16 +66,16 @@ class Producer:
         correlation_id: str | None = None,
         headers: Mapping[str, Any] | None = None,
     ) -> UUID:
-        """Write the rows of an action inside a transaction that the application has open. Returns the action's id.
+        """Record events inside an open transaction of your application. Returns the id of the action.
 
         ``connection``: a ``Session``, ``scoped_session`` or ``Connection`` of SQLAlchemy; a connection of psycopg 3,
         PyMySQL or ``sqlite3``; ``django.db.connection`` or ``connections[alias]`` inside ``transaction.atomic()``. The
-        rows are those of ``outbox.record``, and the other parameters too. The application commits, and the loops of the
-        workers find the events by polling, within ``fanout_poll_delay``.
+        other parameters, and the written rows, are those of ``outbox.record``. Your application commits; the workers
+        find the events by polling, within ``fanout_poll_delay``.
 
-        Raises :class:`NoTransaction` if the connection commits each statement by itself, :class:`ConfigurationError`
-        for an asynchronous connection or an unknown driver, :class:`InvalidEvent` if an event cannot be stored, and the
-        error of the driver if the INSERT fails.
+        Raises :class:`NoTransaction` if the connection is in autocommit mode, :class:`ConfigurationError` for an
+        asynchronous connection or an unknown driver, :class:`InvalidEvent` if an event cannot be stored, and the
+        driver's error if the INSERT fails.
 
         Example::
 
@@ -124,11 +124,11 @@ class Producer:
         )
 
 
-def _connection_of(given: Any) -> SyncConnection:
-    if is_of_django(given):
-        return connection_of(given)
-    if type(given).__module__.startswith("sqlalchemy.") or hasattr(given, "get_bind"):
+def _connection_of(connection: Any) -> SyncConnection:
+    if is_of_django(connection):
+        return connection_of(connection)
+    if type(connection).__module__.startswith("sqlalchemy.") or hasattr(connection, "get_bind"):
         from outboxio.integrations.sqlalchemy import blocking_driver_connection
 
-        given = blocking_driver_connection(given)
-    return synchronous(given)
+        connection = blocking_driver_connection(connection)
+    return synchronous(connection)

@@ -1,7 +1,7 @@
-"""Transactions: SQL of the application, and ``emit``."""
+"""Transactions: your application's SQL, and ``emit``."""
 
 # pyright: reportPrivateUsage=false
-# The functions of this module are the other half of Transaction, which would be too long with them.
+# The functions of this module belong to Transaction, which would be too long with them.
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from outboxio.errors import (
     TransactionClosed,
     TransactionEnded,
 )
-from outboxio.model.emitter import Cause, Emitter, tell_written, watchers
+from outboxio.model.emitter import Cause, Emitter, notify_watchers, watchers
 from outboxio.model.event import ActionRecord, EventRecord, ReceivedEvent
 from outboxio.model.payloads.classes import AnyEvent, named_by
 from outboxio.storage.protocols import CommitLost, ConsumeResult, Session, TransactionLost
-from outboxio.support.aio import over, to_the_end
+from outboxio.support.aio import run_to_completion, wait_done
 from outboxio.support.log import log_of
 
 if TYPE_CHECKING:
@@ -41,18 +41,18 @@ Rows = tuple[ActionRecord, Sequence[EventRecord]]
 
 logger = log_of(__name__)
 
-ROLLBACK_TIMEOUT = 10.0  # seconds; a connection that answers no longer is discarded instead
+ROLLBACK_TIMEOUT = 10.0  # seconds, after which the connection is discarded
 
 
 class Transaction:
     """The open transaction of an action: runs SQL, and emits events.
 
-    SQL is the driver's own and is not rewritten: ``$1`` on PostgreSQL, ``%s`` on MySQL and MariaDB, ``?`` (or ``$1``)
-    on SQLite. Statements run one at a time. Events are kept until the action ends, and are written in a single
-    statement just before COMMIT.
+    SQL uses the driver's placeholders and is not rewritten: ``$1`` on PostgreSQL, ``%s`` on MySQL and MariaDB, ``?``
+    (or ``$1``) on SQLite. Statements run one at a time. Events are buffered until the action ends, and are written in
+    a single statement just before COMMIT.
 
-    Use after the action ended raises :class:`TransactionClosed`, use by two tasks at once :class:`ConcurrentUse`,
-    and a statement that would end the transaction :class:`TransactionEnded`.
+    Raises :class:`TransactionClosed` if it is used after the action has ended, :class:`ConcurrentUse` if two tasks use
+    it at the same time, and :class:`TransactionEnded` for a statement that would end the transaction.
 
     Example::
 
@@ -61,19 +61,19 @@ class Transaction:
             tx.emit(MoneyDeposited(self.wallet_id, self.amount), model_id=self.wallet_id, model_type="Wallet")
     """
 
-    _busy = _closed = False  # most transactions keep this value and those below
+    _busy = _closed = False  # class attributes, because most transactions keep these defaults
     was_joined = False
     """True if actions have joined the transaction. They may have written events."""
     is_committed = False
-    """True if the COMMIT of the rows and events has succeeded."""
+    """True if the COMMIT has succeeded."""
     owner: object = None
-    """The outbox of the transaction, from :func:`work_in` on."""
+    """The outbox of the transaction, set by :func:`enter_transaction`."""
     claimed: frozenset[UUID] = frozenset()
     """The notifications that a handler's transaction has locked."""
-    _untold: list[Rows] | None = None
-    """Rows of which watchers are told after the COMMIT, in a transaction that outboxio commits later."""
+    _unreported: list[Rows] | None = None
+    """Rows that watchers are notified of after the COMMIT, in a transaction that outboxio commits later."""
     _raised: SessionEvents | None = None
-    """The events that objects of the session raise, from the first use of the session on."""
+    """The events that objects of the session raise; ``None`` until the session is used."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Transaction:
         resources: Any,
         cause: Cause | None,
         in_handler: bool = False,
-        untold: list[Rows] | None = None,
+        unreported: list[Rows] | None = None,
         is_reading: bool = False,
     ) -> None:
         self._session = session
@@ -95,7 +95,7 @@ class Transaction:
         """The id that all rows of this execution share."""
         self.action_name = action.action_name
         self.now = action.started_date
-        """When the action began: naive UTC, by the clock of the shard."""
+        """When the action started: naive UTC, by the clock of the shard."""
         self.shard = shard
         self.resources = resources
         """The value of ``Outbox(resources=...)``."""
@@ -103,18 +103,18 @@ class Transaction:
         self.in_handler = in_handler
         """True for a handler's transaction: ``envelope.tx``, or an action that joined ``envelope.tx``."""
         self.is_reading = is_reading
-        """True for a transaction of ``outbox.connection()``, in which the database refuses to write."""
-        if in_handler or untold is not None:
-            self._untold = [] if untold is None else untold
+        """True for the read-only transaction of ``outbox.connection()``."""
+        if in_handler or unreported is not None:
+            self._unreported = [] if unreported is None else unreported
 
     @property
     def connection(self) -> Any:
-        """The driver's own connection, in the open transaction. Do not end the transaction.
+        """The driver's connection, in the open transaction. Do not end the transaction.
 
-        outboxio does not see a statement that ends the transaction here, and never notices the end if the application
-        begins a new transaction afterwards. On SQLite, MySQL and MariaDB the transaction begins with the first
-        statement, or with the first read of this attribute, which on SQLite blocks the event loop meanwhile. Raises
-        :class:`ConcurrentUse` while a statement runs.
+        outboxio does not see the statements that run on it, and cannot detect that the transaction was ended if a new
+        one was begun afterwards. On SQLite, MySQL and MariaDB the transaction begins with the first statement, or when
+        this attribute is first read, which on SQLite blocks the event loop. Raises :class:`ConcurrentUse` while a
+        statement is running.
         """
         if self._closed:
             raise TransactionClosed(self.action_name)
@@ -124,13 +124,13 @@ class Transaction:
 
     @property
     def session(self) -> AsyncSession:
-        """The SQLAlchemy session of the transaction, if the outbox was made from an engine or a sessionmaker.
+        """The SQLAlchemy session of the transaction, if the outbox was created from an engine or a sessionmaker.
 
-        The session is made by the sessionmaker of the application, at the first use. The end of the action writes the
-        changes, then the events, and commits. If the version of an object has changed meanwhile, the action fails with
-        a :class:`StaleRecord` and is retried, with a new session. ``commit``, ``rollback`` and ``close`` raise
-        :class:`TransactionEnded`; ``begin_nested`` works. Raises :class:`ConfigurationError` for an outbox without an
-        engine.
+        The session is created by your sessionmaker on first use. When the action ends, its changes are flushed, then
+        the events are written, and the transaction commits. If an object's version has changed in the database, the
+        action fails with :class:`StaleRecord` and is retried with a new session. ``commit``, ``rollback`` and ``close``
+        raise :class:`TransactionEnded`; ``begin_nested`` works. Raises :class:`ConfigurationError` for an outbox
+        without an engine.
 
         Example::
 
@@ -140,10 +140,10 @@ class Transaction:
         """
         if (unit := self._session.unit) is None:
             raise ConfigurationError(
-                f"shard {self.shard!r} was not given as an engine, so that {self.action_name} has no tx.session: make "
-                "the outbox with an engine, as in Outbox(create_async_engine(url), ...)"
+                f"shard {self.shard!r} has no SQLAlchemy engine, so {self.action_name} has no tx.session: create the "
+                "outbox from an engine, as in Outbox(create_async_engine(url), ...)"
             )
-        _ = self.connection  # the transaction begins, and the statements of the session follow on the same connection
+        _ = self.connection  # begins the transaction on the connection that the session will use
         session = unit.session(self.action_name)
         if self._raised is None:
             from outboxio.integrations.sessions import ActionSink, events_of
@@ -153,13 +153,13 @@ class Transaction:
         return session
 
     async def flush(self) -> None:
-        """Write the changes of the session, and take the events that its objects have raised, if there is a session."""
+        """Flush the session, if there is one, and collect the events that its objects have raised."""
         if self._raised is not None and (unit := self._session.unit) is not None:
             await unit.flush()
             self._raised.collect(unit.session(self.action_name).sync_session)
 
     def resume(self) -> None:
-        """Take the events of the session again: an action that had joined has ended."""
+        """Collect the events of the session again, after a joined action has ended."""
         if self._raised is not None:
             from outboxio.integrations.sessions import ActionSink
 
@@ -176,13 +176,12 @@ class Transaction:
         topic: str | None = None,
         available_at: datetime | None = None,
     ) -> None:
-        """Record an event. The event is committed with the action, or not at all.
+        """Record an event, which is committed with the action or not at all.
 
-        ``model_id`` and ``model_type`` name the changed object; ``model``, an object that SQLAlchemy has mapped, gives
-        both: the primary key, and the name of the class. ``ordering_key`` (default: ``model_id``) is the key
-        within which ordered handlers keep the order. ``topic`` reaches the handlers of that topic as well.
-        ``available_at`` (naive UTC, or aware) delays the handlers until then. Raises :class:`InvalidEvent` if the event
-        cannot be stored.
+        ``model_id`` and ``model_type`` identify the changed object; ``model``, an object mapped by SQLAlchemy, sets
+        both, to its primary key and the name of its class. Ordered handlers process the events of one ``ordering_key``
+        (default: ``model_id``) in order. With ``topic``, the handlers of that topic get the event too. Handlers do not
+        run before ``available_at`` (naive UTC, or aware). Raises :class:`InvalidEvent` if the event cannot be stored.
         """
         if self._closed:
             raise TransactionClosed(self.action_name)
@@ -201,31 +200,31 @@ class Transaction:
         )
 
     def add(self, record: EventRecord) -> None:
-        """Add the record of an event."""
+        """Add an event that is already encoded."""
         if self._closed:
             raise TransactionClosed(self.action_name)
         self.events.append(record)
 
     async def consume(self, consumed: ConsumeResult) -> ConsumeResult:
-        """Write the row of an inbox message, unless the row exists; the row that exists now."""
+        """Insert the row of an inbox message unless it exists; return the stored row."""
         return await self._session.consume(consumed)
 
     async def consume_all(self, consumed: Sequence[ConsumeResult]) -> list[ConsumeResult]:
-        """Write the rows of many inbox messages, except rows that exist; the rows afterwards."""
+        """Insert the rows of many inbox messages unless they exist; return the stored rows."""
         return await self._session.consume_all(consumed)
 
     def joined_by(self, action: ActionRecord) -> Transaction:
-        """The same transaction for an action that joins. The joined action keeps its events apart."""
+        """Return the same transaction for an action that joins it and keeps its events separate."""
         if self._closed:
             raise TransactionClosed(self.action_name)
         self.was_joined = True
         return Transaction(
             self._session, self._emitter, action, shard=self.shard, resources=self.resources, cause=self._cause,
-            in_handler=self.in_handler, untold=self._untold,
+            in_handler=self.in_handler, unreported=self._unreported,
         )  # fmt: skip
 
     async def write(self, record: ActionRecord, events: Sequence[EventRecord]) -> None:
-        """Write the rows of an action; :class:`TransactionEnded` if the transaction has ended."""
+        """Write the rows of an action. Raises :class:`TransactionEnded` if the transaction has ended."""
         self.require_open("a statement on tx.connection")
         sending = self._emitter.telemetry.chosen.sending(self.shard, record, events)
         record = sending.marked(record)
@@ -236,17 +235,17 @@ class Transaction:
             raise TransactionEnded(record.action_name, "an earlier statement") from error.__cause__
         self._emitter.count(events)
         if watchers:
-            self._tell((record, events))
+            self._notify((record, events))
 
     async def commit(self, action: ActionRecord | None = None, events: Sequence[EventRecord] = ()) -> None:
-        """Write the rows of the action, if any are left to write, and commit; or roll back.
+        """Write the remaining rows of the action, and commit; roll back on an error.
 
-        A cancellation meanwhile goes on only when the end of the COMMIT is known. Raises :class:`CommitUnknown` if the
-        connection was lost before that.
+        A cancellation during the COMMIT is re-raised when its result is known. Raises :class:`CommitUnknown` if the
+        connection is lost before that.
         """
         session = self._session
         ending = asyncio.ensure_future(session.commit(action, events))
-        cancelled = await over(ending, session.discard)
+        cancelled = await wait_done(ending, session.discard)
         try:
             await self._committed(ending)
         except Exception as error:
@@ -257,24 +256,24 @@ class Transaction:
             if self.is_committed:
                 self._emitter.count(events)
                 if watchers:
-                    self._tell_after_commit(action, events)
+                    self._notify_after_commit(action, events)
         if cancelled is not None:
             raise cancelled
 
-    def _tell(self, rows: Rows) -> None:
-        if self._untold is None:
-            tell_written(*rows)
+    def _notify(self, rows: Rows) -> None:
+        if self._unreported is None:
+            notify_watchers(*rows)
         else:
-            self._untold.append(rows)
+            self._unreported.append(rows)
 
-    def _tell_after_commit(self, action: ActionRecord | None, events: Sequence[EventRecord]) -> None:
-        for rows in self._untold or ():
-            tell_written(*rows)
+    def _notify_after_commit(self, action: ActionRecord | None, events: Sequence[EventRecord]) -> None:
+        for rows in self._unreported or ():
+            notify_watchers(*rows)
         if action is not None:
-            tell_written(action, events)
+            notify_watchers(action, events)
 
     async def _committed(self, ending: asyncio.Future[None]) -> None:
-        """Take in the result of a COMMIT that has ended."""
+        """Process the result of a finished COMMIT."""
         session = self._session
         try:
             ending.result()
@@ -285,31 +284,31 @@ class Transaction:
             raise TransactionEnded(self.action_name, "an earlier statement") from error.__cause__
         except BaseException:
             if session.in_transaction():
-                await to_the_end(roll_back(session))
+                await run_to_completion(roll_back(session))
             raise
         self.is_committed = True
 
     async def execute(self, sql: str, *args: Any) -> int:
-        """Run a statement; the number of rows that the statement touched."""
+        """Run a statement, and return the number of affected rows."""
         return await self._alone(self._session.execute, sql, args)
 
     async def fetch(self, sql: str, *args: Any) -> list[Any]:
-        """Run a statement; all rows. Columns are reached by index and by name."""
+        """Run a statement, and return all rows. Columns are accessible by index and by name."""
         return await self._alone(self._session.fetch, sql, args)
 
     async def fetchrow(self, sql: str, *args: Any) -> Any | None:
-        """Run a statement; the first row, or ``None``."""
+        """Run a statement, and return the first row, or ``None``."""
         return await self._alone(self._session.fetchrow, sql, args)
 
     async def fetchval(self, sql: str, *args: Any) -> Any:
-        """Run a statement; the first column of the first row, or ``None``."""
+        """Run a statement, and return the first column of the first row, or ``None``."""
         row = await self._alone(self._session.fetchrow, sql, args)
         return None if row is None else row[0]
 
     async def expect_one(
         self, sql: str, *args: Any, model_type: str, model_id: object = None, version: object = None
     ) -> None:
-        """Run a statement that must touch exactly 1 row; otherwise raise :class:`StaleRecord`, which is retried.
+        """Run a statement that must affect exactly one row; otherwise raise :class:`StaleRecord`, which is retried.
 
         Example::
 
@@ -327,13 +326,13 @@ class Transaction:
         return self._closed
 
     def close(self) -> None:
-        """Refuse all further use, and refuse to end while a statement is still under way."""
+        """Refuse all further use. Raises :class:`ConcurrentUse` if a statement is still running."""
         self._closed = True
         if self._busy:
             raise ConcurrentUse(self.action_name)
 
     def abandon(self) -> None:
-        """Refuse all further use: the action failed."""
+        """Refuse all further use after a failure."""
         self._closed = True
 
     async def _alone(self, run: Callable[[str, Sequence[Any]], Awaitable[T]], sql: str, args: Sequence[Any]) -> T:
@@ -341,9 +340,9 @@ class Transaction:
             raise TransactionClosed(self.action_name)
         if self._busy:
             raise ConcurrentUse(self.action_name)
-        if (words := self._session.would_end(sql)) is not None:
-            raise TransactionEnded(self.action_name, words)
-        # Outside of a transaction a statement would be committed at once, and without events.
+        if (statement := self._session.would_end(sql)) is not None:
+            raise TransactionEnded(self.action_name, statement)
+        # Outside of a transaction the statement would be committed immediately, without events.
         self.require_open("an earlier statement")
         self._busy = True
         try:
@@ -356,7 +355,7 @@ class Transaction:
         return result
 
     def require_open(self, statement: str) -> None:
-        """Raise :class:`TransactionEnded`, blaming ``statement``, unless the transaction is still there."""
+        """Raise :class:`TransactionEnded`, which names ``statement`` as the cause, unless the transaction is open."""
         if not self._session.in_transaction():
             raise TransactionEnded(self.action_name, statement)
 
@@ -373,7 +372,7 @@ class _Unopened(_AsyncGeneratorContextManager[Transaction]):
 
 
 def opens_transaction(function: Callable[P, AsyncGenerator[Transaction]]) -> Callable[P, _Unopened]:
-    """``asynccontextmanager`` for a transaction. A use of it before ``async with`` says what is missing."""
+    """Return an ``asynccontextmanager`` that raises a clear error if it is used before ``async with``."""
 
     @wraps(function)
     def open(*args: P.args, **options: P.kwargs) -> _Unopened:
@@ -387,19 +386,19 @@ open_transaction: ContextVar[_Around | None] = ContextVar("outboxio_open_transac
 """The innermost open transaction around this code, with the transactions around it."""
 
 
-def work_in(tx: Transaction, owner: object) -> Token[_Around | None]:
-    """Put the code that runs from now on inside this transaction of an outbox, until :func:`work_outside`."""
+def enter_transaction(tx: Transaction, owner: object) -> Token[_Around | None]:
+    """Make ``tx`` the innermost open transaction of this context, until :func:`leave_transaction`."""
     tx.owner = owner
     return open_transaction.set((tx, open_transaction.get()))
 
 
-def work_outside(token: Token[_Around | None]) -> None:
-    """The work in the transaction has ended."""
+def leave_transaction(token: Token[_Around | None]) -> None:
+    """Restore the context from before :func:`enter_transaction`."""
     open_transaction.reset(token)
 
 
-def transactions_around() -> Iterable[Transaction]:
-    """The open transactions around this call, of any outbox, the innermost first."""
+def enclosing_transactions() -> Iterable[Transaction]:
+    """Return the open transactions around this call, of any outbox, the innermost first."""
     around = open_transaction.get()
     return () if around is None else _open_ones(around)
 
@@ -413,12 +412,12 @@ def _open_ones(innermost: _Around) -> Iterator[Transaction]:
 
 
 async def write_received(tx: Transaction, received: Sequence[ReceivedEvent], *, commits: bool) -> None:
-    """Write the events of inbox messages; :class:`TransactionEnded` if the transaction has ended.
+    """Write the events of inbox messages. Raises :class:`TransactionEnded` if the transaction has ended.
 
-    ``commits``: outboxio commits the transaction, and tells watchers of the events after the COMMIT.
+    ``commits``: outboxio commits the transaction, and notifies watchers of the events after the COMMIT.
     """
     tx.require_open("a statement on tx.connection")
-    tx.was_joined = True  # fan-out is woken for events of other actions
+    tx.was_joined = True  # so that fan-out is woken, as for events of other actions
     emitter, marked = tx._emitter, list[ReceivedEvent]()
     try:
         with ExitStack() as stack:
@@ -430,17 +429,17 @@ async def write_received(tx: Transaction, received: Sequence[ReceivedEvent], *, 
     except TransactionLost as error:
         raise TransactionEnded(tx.action_name, "an earlier statement") from error.__cause__
     emitter.count([event for _, event in marked])
-    if commits and tx._untold is None:
-        tx._untold = []
+    if commits and tx._unreported is None:
+        tx._unreported = []
     for record, event in marked if watchers else ():
-        tx._tell((record, [event]))
+        tx._notify((record, [event]))
 
 
 async def roll_back(session: Session) -> None:
-    """Roll back. If the ROLLBACK fails, the connection is discarded; the error of the work stays the raised error."""
+    """Roll back. If the ROLLBACK fails, the connection is discarded, and the failure is logged but not raised."""
     try:
         async with asyncio.timeout(ROLLBACK_TIMEOUT):
             await session.rollback()
     except Exception as error:
-        logger.warning("ROLLBACK failed with %s; the connection is discarded", error)
+        logger.warning("ROLLBACK failed: %s; discarding the connection", error)
         session.discard()

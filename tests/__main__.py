@@ -1,6 +1,6 @@
 """Run all tests, in parts at the same time: ``python -m tests``, which is ``make test``.
 
-Tests wait for databases more than they compute, so the parts overlap. Each is a pytest process with servers of its own.
+Tests wait for databases more than they compute, so the parts overlap. Each is a pytest process with its own servers.
 ``--seed 7`` runs the tests of each part in a random order, which the seed repeats. ``--quick`` runs the fast ones.
 The output of a part that fails is printed; the last line has the sum of all parts.
 """
@@ -45,13 +45,13 @@ ON_ENGINES = ("sqlalchemy_session", "transaction", "record")
 
 
 def by_engine(dialect: str, opened_by: str = "engine", names: Sequence[str] = WRITING) -> Part:
-    """Writing, delivery and inbox once more, with outboxes opened by an engine of SQLAlchemy."""
+    """Run writing, delivery and inbox again, with outboxes opened by a SQLAlchemy engine."""
     files = [f"tests/contract/test_{name}.py" for name in names]
     return Part(f"{dialect} by {opened_by}", dialect, files, {"OUTBOXIO_TEST_OPENED_BY": opened_by})
 
 
 def over_psycopg() -> Part:
-    """What a driver changes, once more over psycopg. ``OUTBOXIO_TEST_DRIVER=psycopg`` runs every other test over it."""
+    """Repeat tests that depend on the driver over psycopg. ``OUTBOXIO_TEST_DRIVER=psycopg`` runs all tests over it."""
     names = ("executor", "record", "sqlalchemy_session", "bound_sessions")
     files = [f"tests/contract/test_{name}.py" for name in names]
     return Part("postgres over psycopg", "postgres", ["-m", "database", *files], {"OUTBOXIO_TEST_DRIVER": "psycopg"})
@@ -199,10 +199,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests", description="Run all tests, in parts at the same time.")
     parser.add_argument("--seed", type=int, help="run the tests of each part in the random order of this seed")
     parser.add_argument("--quick", action="store_true", help="run the fast tests alone, on SQLite, in a minute")
-    told = parser.parse_args()
-    options = [] if told.seed is None else ["--random-order", f"--random-order-seed={told.seed}"]
+    arguments = parser.parse_args()
+    options = [] if arguments.seed is None else ["--random-order", f"--random-order-seed={arguments.seed}"]
     cores = os.cpu_count() or 1
-    parts = quick(AT_ONCE * cores) if told.quick else PARTS
+    parts = quick(AT_ONCE * cores) if arguments.quick else PARTS
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(AT_ONCE * cores) as threads:
         reports = Reports(Path(name))
         running = {threads.submit(reports.run, part, options) for part in parts}

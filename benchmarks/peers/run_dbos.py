@@ -26,7 +26,7 @@ class Dbos(driver.Peer):
         self._configure()
         DBOS.listen_queues([])
         DBOS.launch()
-        # https://docs.dbos.dev/python/tutorials/queue-tutorial: a queue without a limit starts all that waits at once.
+        # https://docs.dbos.dev/python/tutorials/queue-tutorial: a queue without a limit starts everything at once.
         DBOS.register_queue("deposits", polling_interval_sec=0.05)
         client = DBOSClient(system_database_url=self.url)
         engine = sqlalchemy.create_engine(self.url.replace("postgresql://", "postgresql+psycopg://"))

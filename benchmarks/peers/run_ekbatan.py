@@ -17,7 +17,7 @@ from ekbatan.persistence import DataSource
 from ekbatan.schema import notifications_table, outbox_table, scheduled_tasks_table
 
 # The application creates the indexes: https://github.com/zyraz-io/ekbatan/blob/main/docs/events/local-event-handler.md.
-# The documented index is on "delivered = FALSE"; PostgreSQL does not use that one for the IS FALSE of the fan-out.
+# The documented index is on "delivered = FALSE", which PostgreSQL does not use for the IS FALSE in the fan-out query.
 INDEXES = """
 CREATE INDEX ON eventlog.events (action_id);
 CREATE INDEX ON eventlog.events (event_type, event_date) WHERE delivered IS FALSE;

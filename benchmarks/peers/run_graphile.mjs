@@ -1,4 +1,4 @@
-// Graphile Worker drains a backlog. Runs beside its own packages; prints its figures as one line of JSON.
+// Graphile Worker drains a backlog. Runs in the folder of its packages; prints its figures as one line of JSON.
 import { Logger, makeWorkerUtils, run } from "graphile-worker";
 import pg from "pg";
 

@@ -8,7 +8,7 @@ from oban.schema import install
 
 class ObanPeer(driver.Peer):
     async def open(self):
-        # https://github.com/oban-bg/oban-py/blob/main/docs/production.md: the default pool of 10, whatever the limit.
+        # https://github.com/oban-bg/oban-py/blob/main/docs/production.md: the default pool of 10, for any limit.
         self.pool = await Oban.create_pool(self.url)
         peer = self
 
@@ -32,7 +32,7 @@ class ObanPeer(driver.Peer):
 
     async def work(self):
         # https://github.com/oban-bg/oban-py/blob/main/docs/defining_queues.md: a high limit for jobs that compute
-        # little; uvloop, as its command line. A limit of 2,000 was no faster here.
+        # little; uvloop, as in its command line. A limit of 2,000 was not faster here.
         await Oban(pool=self.pool, queues={"default": 500}).start()
         await driver.forever()
 

@@ -33,7 +33,7 @@ class Pgqueuer(driver.Peer):
 
     async def work(self):
         # https://github.com/janbjorge/pgqueuer/blob/main/docs/guides/performance-tuning.md: large batches for short
-        # jobs, a single connection for the queue manager, its settings of autovacuum; uvloop as in its benchmark.
+        # jobs, a single connection for the queue manager, its autovacuum settings; uvloop, as in its benchmark.
         await self.pgq.qm.run(batch_size=1000)
 
     async def is_done(self):

@@ -22,7 +22,7 @@ class Procrastinate(driver.Peer):
         await self.connector.execute_query_async("CHECKPOINT")
 
     async def work(self):
-        # https://procrastinate.readthedocs.io/en/stable/howto/basics/worker.html. A connection for each job at once;
+        # https://procrastinate.readthedocs.io/en/stable/howto/basics/worker.html. One connection per concurrent job;
         # more than 10 of both were slower here.
         await self.app.run_worker_async(concurrency=10, wait=True, install_signal_handlers=False, listen_notify=False)
 

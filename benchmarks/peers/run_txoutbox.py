@@ -23,8 +23,8 @@ class Txoutbox(driver.Peer):
         await self.pool.execute("CHECKPOINT")
 
     async def work(self):
-        # https://pypi.org/project/txoutbox/0.2.2/: throughput is bounded by the batch for each claim, and rows without
-        # a key are published at once.
+        # https://pypi.org/project/txoutbox/0.2.2/: the batch size of a claim limits throughput, and rows without
+        # a key are published concurrently.
         await Relay(self.storage, self._publish, config=RelayConfig(batch_size=500, concurrency=50)).run()
 
     async def _publish(self, message):

@@ -1,8 +1,8 @@
-"""Executing: an action runs in a transaction, and the action's events are written just before COMMIT.
+"""Executing actions: an action runs in a transaction, and its events are written just before COMMIT.
 
-A call that would wait for itself is refused: the handler or transaction of the same outbox around the call has to end
-first. A task inherits the context variables that show both. A call in such a task is refused until the handler or the
-transaction has ended, because the handler may be waiting for the task, as in ``asyncio.wait_for``.
+A call that would deadlock, because it waits for the enclosing handler or transaction of the same outbox to end, is
+refused. Tasks inherit the context variables that record both, so a call in such a task is refused, too, until the
+handler or the transaction has ended, because the handler may be waiting for the task, as in ``asyncio.wait_for``.
 """
 
 from __future__ import annotations
@@ -18,15 +18,8 @@ from uuid import UUID
 
 from msgspec.structs import replace
 
-from outboxio.errors import (
-    CommitUnknown,
-    ConfigurationError,
-    NestedExecute,
-    RightsMissing,
-    StaleRecord,
-    WaitsForItself,
-)
-from outboxio.loops.flood import Flood
+from outboxio.errors import CommitUnknown, ConfigurationError, NestedExecute, RightsMissing, SelfDeadlock, StaleRecord
+from outboxio.loops.log_limiter import LogLimiter
 from outboxio.model.action import (
     Performs,
     Result_co,
@@ -44,14 +37,21 @@ from outboxio.model.redaction import Redact, keep_all
 from outboxio.statistics.shard import ShardStatistics
 from outboxio.storage.protocols import Database, Session
 from outboxio.support import machine
-from outboxio.support.aio import to_the_end
+from outboxio.support.aio import run_to_completion
 from outboxio.support.clock import Clock
 from outboxio.support.ids import uuid7
 from outboxio.support.log import log_of, log_text, type_name
 from outboxio.support.machine import in_forked_children
 from outboxio.support.text import briefly
 from outboxio.telemetry.protocol import Execution, TelemetryChoice
-from outboxio.transaction import Transaction, opens_transaction, roll_back, transactions_around, work_in, work_outside
+from outboxio.transaction import (
+    Transaction,
+    enclosing_transactions,
+    enter_transaction,
+    leave_transaction,
+    opens_transaction,
+    roll_back,
+)
 
 T = TypeVar("T")
 
@@ -76,7 +76,7 @@ class WritableShard(Protocol):
     def statistics(self) -> ShardStatistics: ...
 
     def committed(self, events: Sequence[EventRecord] | None = None) -> None:
-        """Is called after each commit that wrote events; ``None`` if joined actions have written events too."""
+        """Called after each commit that wrote events; ``None`` if joined actions may have written events, too."""
 
 
 class ActionExecutor:
@@ -100,7 +100,7 @@ class ActionExecutor:
         self._record_empty_actions = record_empty_actions
         self._owner = owner
         self._redact = redact
-        self._flood = Flood(logger)
+        self._limiter = LogLimiter(logger)
         self.telemetry = telemetry or TelemetryChoice()
 
     async def execute(
@@ -112,18 +112,18 @@ class ActionExecutor:
         headers: Mapping[str, Any] | None = None,
         retry: Retries = (),
     ) -> Result_co:
-        """Run an action in a transaction; the result of ``perform``.
+        """Run an action in a transaction, and return the result of ``perform``.
 
         The action runs on ``shard``, or on the first shard. ``correlation_id`` and ``headers`` are stored with each
-        event and reach every handler. In a handler, the default is the ``correlation_id`` of the handler's event; in a
-        request with ``OriginMiddleware``, the defaults are those of the request. ``retry`` goes before the action's
-        own. Stale records, serialization failures, deadlocks, busy databases and tables that changed meanwhile are
-        retried 3 times. An error of ``perform`` passes through after a rollback. Other errors:
+        event and passed to every handler. In a handler, ``correlation_id`` defaults to that of the handler's event; in
+        a request with ``OriginMiddleware``, both default to those of the request. ``retry`` takes precedence over the
+        action's own. Stale records, serialization failures, deadlocks, busy databases and tables that changed during
+        the transaction are retried 3 times. An error of ``perform`` is raised after a rollback. Other errors:
 
-        * :class:`DatabaseUnavailable`: the database cannot be reached, does not answer any more, or does not write at
-          present. The action is not committed.
+        * :class:`DatabaseUnavailable`: the database is unreachable, unresponsive, or read-only. The action is not
+          committed.
         * :class:`CommitUnknown`: the connection was lost during COMMIT.
-        * :class:`PoolExhausted`: all connections were in use for the time of the setting ``pool_timeout``.
+        * :class:`PoolExhausted`: no connection became free within the setting ``pool_timeout``.
 
         Example::
 
@@ -148,23 +148,23 @@ class ActionExecutor:
                 execution.repeated()
 
     def executing(self, action_name: str, shard: str | None, headers: Mapping[str, Any] | None) -> Execution:
-        """Surrounds all runs of an action."""
+        """Return the telemetry context of all runs of an action."""
         return self.telemetry.chosen.executing(self._namespace, shard or self._default_shard, action_name, headers)
 
     def retries(self, entries: Sequence[Retry], shard: str | None = None) -> RetryCounter:
-        """Counts the failed runs of an execution: by ``entries``, then by the failures that are always retried."""
+        """Return a counter of failed runs: by ``entries``, then by the failures that are always retried."""
         return RetryCounter(entries, retried_by_default(self.shard(shard).database))
 
     def delay_before_retry(
         self, retries: RetryCounter, error: Exception, action_name: str, action_id: UUID, shard: str | None
     ) -> float | None:
-        """The seconds to wait before the next run, which the log announces; ``None`` if ``error`` is final."""
+        """Return the seconds to wait before the next run, which is logged; ``None`` if ``error`` is final."""
         if isinstance(error, CommitUnknown) or (delay := retries.delay_after(error)) is None:
             return None
         key = (action_name, type_name(error))
-        if self._flood.admits(key, logging.INFO):
-            self._flood.log(
-                key, logging.INFO, "action %r failed with %s and is run again in %.0f ms",
+        if self._limiter.admits(key, logging.INFO):
+            self._limiter.log(
+                key, logging.INFO, "action %r failed with %s; retrying in %.0f ms",
                 action_name, log_text(error, self._redact), delay * 1000,
                 namespace=self._namespace, shard=shard or self._default_shard, action=action_name, action_id=action_id,
                 error_type=type_name(error),
@@ -213,7 +213,7 @@ class ActionExecutor:
                 tx = Transaction(
                     session, target.emitter, record, shard=target.database.name, resources=self._resources, cause=cause
                 )
-                token = work_in(tx, self._owner)
+                token = enter_transaction(tx, self._owner)
                 try:
                     yield tx
                     await tx.flush()
@@ -221,10 +221,10 @@ class ActionExecutor:
                     tx.require_open("a statement on tx.connection")
                 except BaseException:
                     tx.abandon()
-                    await to_the_end(roll_back(session))
+                    await run_to_completion(roll_back(session))
                     raise
                 finally:
-                    work_outside(token)
+                    leave_transaction(token)
                 record, events = record.completed(target.clock()), self._events_of(tx)
                 sending = self.telemetry.chosen.sending(tx.shard, record, events)
                 began = machine.perf_counter()
@@ -237,15 +237,15 @@ class ActionExecutor:
                     raise
                 target.statistics.sends.add(machine.perf_counter() - began)
         finally:
-            # Even if this task was cancelled meanwhile: committed events wait for fan-out.
+            # Also if this task was cancelled, because committed events wait for fan-out.
             _end(target, tx, action_name, outcome)
 
     async def join(self, tx: Transaction, action: Performs[Result_co]) -> Result_co:
-        """Run an action in a handler's open transaction, in which it commits. Only a new run of the handler retries."""
+        """Run an action in a handler's open transaction, and commit with it. It is retried only with the handler."""
         (name, _), target = name_and_retries(action), self.shard(tx.shard)
         record = self.action_record(target, name, action, None, uuid7(), None, current_cause())
         joined = tx.joined_by(record)
-        token = work_in(joined, self._owner)
+        token = enter_transaction(joined, self._owner)
         try:
             with self.telemetry.chosen.executing(self._namespace, tx.shard, name, None, joins=True):
                 result: Result_co = await _awaitable(action.perform(joined), name)
@@ -257,7 +257,7 @@ class ActionExecutor:
             joined.abandon()
             raise
         finally:
-            work_outside(token)
+            leave_transaction(token)
             tx.resume()
 
     async def record(
@@ -272,7 +272,7 @@ class ActionExecutor:
         headers: Mapping[str, Any] | None,
         source: str | None = None,
     ) -> UUID:
-        """Write the rows of an action in a transaction that the application has open; the action's id."""
+        """Write the rows of an action in the caller's open transaction. Returns the action's id."""
         record = self.action_record(
             target, action_name, params, headers, uuid7(), correlation_id, current_cause(), source
         )
@@ -282,7 +282,7 @@ class ActionExecutor:
     async def write(
         self, target: WritableShard, session: Session, record: ActionRecord, events: Sequence[EventRecord]
     ) -> None:
-        """Write the rows of an action in a transaction that the application has open."""
+        """Write the rows of an action in the caller's open transaction."""
         tx = Transaction(session, target.emitter, record, shard=target.database.name, resources=None, cause=None)
         tx.events.extend(events)
         await self._write(target, tx, record)
@@ -294,7 +294,7 @@ class ActionExecutor:
         action_name: str,
         work: Callable[[Transaction, datetime], Awaitable[object]],
     ) -> None:
-        """Do work that writes rows of outboxio in a transaction that the application has open."""
+        """Run ``work``, which writes rows of outboxio, in the caller's open transaction."""
         record = self.action_record(target, action_name, {}, None, uuid7(), None, current_cause())
         tx = Transaction(session, target.emitter, record, shard=target.database.name, resources=None, cause=None)
         try:
@@ -304,7 +304,7 @@ class ActionExecutor:
             raise
 
     def shard(self, name: str | None) -> WritableShard:
-        """The shard with this name, or the first shard; the :class:`ConfigurationError` lists the shards."""
+        """Return the shard with this name, or the first one. Raises :class:`ConfigurationError`, with all names."""
         if name is None:
             return self._shards[self._default_shard]
         found = self._shards.get(name) if isinstance(name, str) else None  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not be typed
@@ -315,7 +315,7 @@ class ActionExecutor:
 
     def refuse_nesting(self, action_name: str) -> None:
         """Raise :class:`NestedExecute` inside an open transaction of this outbox."""
-        for tx in transactions_around():
+        for tx in enclosing_transactions():
             if tx.owner is self._owner:
                 raise NestedExecute(tx.action_name, action_name, in_handler=tx.in_handler, is_reading=tx.is_reading)
 
@@ -330,7 +330,7 @@ class ActionExecutor:
         cause: Cause | None,
         source: str | None = None,
     ) -> ActionRecord:
-        """The columns that the rows of an execution share. :class:`InvalidEvent` if a value cannot be stored."""
+        """Return the columns shared by the rows of an execution. Raises :class:`InvalidEvent` for an invalid value."""
         record = target.emitter.action(
             self._namespace, target.clock(), action_name, params, action_id=action_id, cause=cause,
             correlation_id=correlation_id, headers=headers,
@@ -350,13 +350,13 @@ class ActionExecutor:
             raise
 
     def _events_of(self, tx: Transaction) -> Sequence[EventRecord]:
-        """The emitted events of an action, or the sentinel event of an action without events."""
+        """Return the emitted events of an action, or its sentinel event if it emitted none."""
         has_none = not (tx.events or tx.was_joined)
         return [EventRecord(id=uuid7())] if has_none and self._record_empty_actions else tx.events
 
 
 def _end(target: WritableShard, tx: Transaction | None, action_name: str, outcome: str) -> None:
-    """Count a transaction that has ended, and wake fan-out for the events. ``outcome``: if nothing is committed."""
+    """Count a finished transaction, and wake fan-out for its events. ``outcome``: used if nothing was committed."""
     if tx is not None and tx.is_committed:
         outcome = "committed"
         if tx.events or tx.was_joined:
@@ -376,12 +376,12 @@ async def _explain(target: WritableShard, error: Exception) -> None:
 
 def _awaitable(performing: Awaitable[T], name: str) -> Awaitable[T]:
     if not inspect.isawaitable(performing):  # callers may not be typed
-        raise TypeError(f"perform of {name} is no async method: write `async def perform(self, tx)`")
+        raise TypeError(f"perform of {name} is not an async method: write `async def perform(self, tx)`")
     return performing
 
 
 def retried_by_default(database: Database) -> Callable[[BaseException], Retry | None]:
-    """The entry for failures that are always retried: stale records, and transient errors of the database."""
+    """Return the entry for failures that are always retried: stale records, and transient database errors."""
 
     def entry(error: BaseException) -> Retry | None:
         retried = any(
@@ -393,7 +393,7 @@ def retried_by_default(database: Database) -> Callable[[BaseException], Retry | 
 
 
 def current_cause() -> Cause | None:
-    """The cause of rows that are written here: the event of the running handler."""
+    """Return the cause of rows that are written in this context: the event of the running handler."""
     envelope = current_envelope.get()
     return None if envelope is None else envelope.cause
 
@@ -403,46 +403,45 @@ def _is_stale_data(error: BaseException) -> bool:
     return any(f"{c.__module__}.{c.__qualname__}" == "sqlalchemy.orm.exc.StaleDataError" for c in type(error).__mro__)
 
 
-def refuse_in_handler(outbox: object, call: str, remedy: str) -> None:
-    """Raise :class:`WaitsForItself` inside a handler of this outbox that has not ended."""
+def refuse_in_handler(outbox: object, call: str, fix: str) -> None:
+    """Raise :class:`SelfDeadlock` inside a handler of this outbox that has not ended."""
     envelope = handler_around(outbox)
     if envelope is not None:
-        raise WaitsForItself(call, f"handler {envelope.handler_name!r}", remedy)
+        raise SelfDeadlock(call, f"handler {envelope.handler_name!r}", fix)
 
 
-def refuse_in_transaction(outbox: object, call: str, remedy: str, shards: Collection[str] | None = None) -> None:
-    """Raise :class:`WaitsForItself` inside an open transaction of this outbox, on ``shards`` or on any shard."""
-    for tx in transactions_around():
+def refuse_in_transaction(outbox: object, call: str, fix: str, shards: Collection[str] | None = None) -> None:
+    """Raise :class:`SelfDeadlock` inside an open transaction of this outbox, on ``shards`` or on any shard."""
+    for tx in enclosing_transactions():
         if tx.owner is outbox and (shards is None or tx.shard in shards):
-            raise WaitsForItself(call, f"the transaction of {tx.action_name}", remedy)
+            raise SelfDeadlock(call, f"the transaction of {tx.action_name}", fix)
 
 
 def refuse_claimed(call: str, ids: Collection[UUID]) -> None:
-    """Raise :class:`WaitsForItself` for rows that a transaction around this call has locked, of any outbox."""
-    for tx in transactions_around():
+    """Raise :class:`SelfDeadlock` for rows that a transaction around this call has locked, of any outbox."""
+    for tx in enclosing_transactions():
         for claimed in tx.claimed.intersection(ids):
-            raise WaitsForItself(
+            raise SelfDeadlock(
                 f"{call} of notification {claimed}",
                 f"the transaction of handler {tx.action_name!r}, which has locked its row,",
-                "raise an error to have it run again (RetryAfter says when, Unprocessable that it never is), or return "
-                "to have done with it",
+                "raise an error to retry it (RetryAfter at a given time, Unprocessable never), or return to finish it",
             )
 
 
 def refuse_in_claiming_transaction(call: str) -> None:
-    """Raise :class:`WaitsForItself` if a transaction around this call has locked rows, which ``call`` may wait for."""
-    for tx in transactions_around():
+    """Raise :class:`SelfDeadlock` if a transaction around this call has locked rows, which ``call`` may wait for."""
+    for tx in enclosing_transactions():
         if tx.claimed:
-            raise WaitsForItself(
+            raise SelfDeadlock(
                 call,
                 f"the transaction of handler {tx.action_name!r}, which has locked its row,",
-                "give the order with background=True, or after the transaction has ended",
+                "use background=True, or make the call after the transaction has ended",
             )
 
 
 def _begin_child() -> None:
-    """The handler and the transactions around a fork go on in the parent. In the child they are over."""
-    for tx in transactions_around():
+    """End the enclosing handler and transactions in a forked child: they continue only in the parent."""
+    for tx in enclosing_transactions():
         tx.abandon()
     leave_handlers()
 

@@ -9,9 +9,9 @@ from typing import Any
 from outboxio.actions.executor import WritableShard
 from outboxio.errors import NestedConnection
 from outboxio.model.event import ActionRecord
-from outboxio.support.aio import to_the_end
+from outboxio.support.aio import run_to_completion
 from outboxio.support.ids import uuid7
-from outboxio.transaction import Transaction, roll_back, transactions_around, work_in, work_outside
+from outboxio.transaction import Transaction, enclosing_transactions, enter_transaction, leave_transaction, roll_back
 
 NAME = "outbox.connection()"  # in the errors of the transaction
 
@@ -19,12 +19,12 @@ NAME = "outbox.connection()"  # in the errors of the transaction
 class Connection:
     """A connection to a shard for reading, from ``outbox.connection()``.
 
-    SQL is the driver's own, as in a :class:`Transaction`, and statements run one at a time. All statements of a block
-    are in a read-only transaction, which is rolled back with the block: a statement that writes is refused with the
-    driver's error, and no row is left in ``events``.
+    SQL uses the driver's placeholders, as in a :class:`Transaction`, and statements run one at a time. All statements
+    of a block run in a read-only transaction, which is rolled back at its end: a statement that writes fails with the
+    driver's error, and no row is written to ``events``.
 
-    Use after the block raises :class:`TransactionClosed`, use by two tasks at once :class:`ConcurrentUse`, and a
-    statement that would end the transaction :class:`TransactionEnded`.
+    Raises :class:`TransactionClosed` if it is used after the block, :class:`ConcurrentUse` if two tasks use it at the
+    same time, and :class:`TransactionEnded` for a statement that would end the transaction.
 
     Example::
 
@@ -42,23 +42,23 @@ class Connection:
 
     @property
     def connection(self) -> Any:
-        """The driver's own connection, in the open transaction. Do not end the transaction."""
+        """The driver's connection, in the open transaction. Do not end the transaction."""
         return self._tx.connection
 
     async def execute(self, sql: str, *args: Any) -> int:
-        """Run a statement that changes no row, such as ``SET LOCAL``; the number of rows that the driver counts."""
+        """Run a statement that changes no row, such as ``SET LOCAL``, and return the driver's row count."""
         return await self._tx.execute(sql, *args)
 
     async def fetch(self, sql: str, *args: Any) -> list[Any]:
-        """Run a statement; all rows. Columns are reached by index and by name."""
+        """Run a statement, and return all rows. Columns are accessible by index and by name."""
         return await self._tx.fetch(sql, *args)
 
     async def fetchrow(self, sql: str, *args: Any) -> Any | None:
-        """Run a statement; the first row, or ``None``."""
+        """Run a statement, and return the first row, or ``None``."""
         return await self._tx.fetchrow(sql, *args)
 
     async def fetchval(self, sql: str, *args: Any) -> Any:
-        """Run a statement; the first column of the first row, or ``None``."""
+        """Run a statement, and return the first column of the first row, or ``None``."""
         return await self._tx.fetchval(sql, *args)
 
 
@@ -72,17 +72,17 @@ async def connected(target: WritableShard, owner: object) -> AsyncGenerator[Conn
             session, target.emitter, _action(target), shard=target.database.name, resources=None, cause=None,
             is_reading=True,
         )  # fmt: skip
-        token = work_in(tx, owner)
+        token = enter_transaction(tx, owner)
         try:
             yield Connection(tx)
         finally:
-            work_outside(token)
+            leave_transaction(token)
             tx.abandon()
-            await to_the_end(roll_back(session))
+            await run_to_completion(roll_back(session))
 
 
 def _action(target: WritableShard) -> ActionRecord:
-    """A record that gives the transaction a name and a moment. Reading is no action, so the record is not written."""
+    """Return a record with the name and the time of the transaction. Reading is not an action, so it is not written."""
     now = target.clock()
     return ActionRecord(
         namespace="", action_id=uuid7(), action_name=NAME, action_params="", started_date=now, completion_date=now
@@ -91,6 +91,6 @@ def _action(target: WritableShard) -> ActionRecord:
 
 def _refuse_nesting(target: WritableShard, owner: object) -> None:
     """Refuse a second connection in a transaction on the shard: the pool might never have a second connection."""
-    for tx in transactions_around():
+    for tx in enclosing_transactions():
         if tx.owner is owner and tx.shard == target.database.name:
             raise NestedConnection(tx.action_name, in_handler=tx.in_handler, is_reading=tx.is_reading)

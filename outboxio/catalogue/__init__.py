@@ -1,1 +1,1 @@
-"""The event catalogue: the event types of an outbox as an AsyncAPI document, and changes that break readers."""
+"""The event catalogue: exports event types as an AsyncAPI document, and detects changes that break readers."""

@@ -1,8 +1,8 @@
 """The event types of an outbox as an AsyncAPI 3.0 document.
 
-A channel for each event type has its messages, one for each version, and an operation ``receive`` for each handler. A
-relay has a channel with its address for each event type, and an operation ``send``. Names that begin with
-``x-outboxio-`` hold what AsyncAPI has no field for.
+Each event type has a channel with a message per version, and a ``receive`` operation for each handler. Each relay of an
+event type has a channel with the relay's address, and a ``send`` operation. Fields that AsyncAPI does not define have
+names that begin with ``x-outboxio-``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def document_of(
     topics: Mapping[str, Sequence[str]],
     older: Mapping[str, Mapping[int, LockedVersion]],
 ) -> _Object:
-    """The document. ``topics``: handlers of whole topics, by topic. ``older``: the versions of a lock file."""
+    """Return the document. ``topics``: handlers of topics, by topic. ``older``: the versions in a lock file."""
     document = _Document()
     for one in types:
         document.add(one, older.get(one.name, {}))
@@ -47,7 +47,7 @@ def document_of(
 
 
 class _Document:
-    """The parts of the document, by key. A key has no characters that AsyncAPI refuses in keys."""
+    """The parts of the document, by key. Keys contain only characters that AsyncAPI allows in keys."""
 
     def __init__(self) -> None:
         self.channels: dict[str, _Object] = {}
@@ -120,7 +120,7 @@ def _described(one: EventType) -> _Object:
 
 
 def _rewritten(node: Any, names: Mapping[str, str]) -> Any:
-    """A schema in the dialect of AsyncAPI: references to components, tuples as in draft 7, no mapped discriminator."""
+    """Convert a schema to AsyncAPI: references to components, tuples as in draft 7, no mapped discriminator."""
     if is_list(node):
         return [_rewritten(each, names) for each in node]
     if not is_object(node):
@@ -141,6 +141,6 @@ def _sanitized(name: str) -> str:
 
 
 def _free(name: str, taken: Mapping[str, Any]) -> str:
-    """A key for a name. Names that differ only in characters that are not allowed get a number."""
+    """Return a free key for a name. A number is added if names differ only in characters that are not allowed."""
     key = _sanitized(name)
     return key if key not in taken else next(each for n in range(2, 10_000) if (each := f"{key}-{n}") not in taken)

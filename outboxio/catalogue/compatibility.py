@@ -1,7 +1,7 @@
-"""Which changes of a JSON Schema stored rows and readers do not survive.
+"""Detects changes of a JSON Schema that break stored rows or readers.
 
-Rows were written under the former schema, and are read under the present one: so the present schema must accept all
-that the former accepted. Readers elsewhere expect the properties of the former schema: so none may be missing.
+Rows written with the old schema are read with the new one, so the new schema must accept everything that the old one
+accepted. Other readers expect the properties of the old schema, so none may be removed.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _INSTEAD = {"minimum": "exclusiveMinimum", "maximum": "exclusiveMaximum"}
 _CHILDREN = ("properties", "additionalProperties", "propertyNames", "items", "prefixItems")
 _ANY: Schema = {}
 _KINDS = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null"}
-_PRESERVE = "keep accepting the former values"
+_PRESERVE = "keep accepting the old values"
 
 
 class Change(Struct, frozen=True):
-    """A change that breaks readers, at a field (``lines[].price``; empty for the whole payload)."""
+    """A breaking change of a field such as ``lines[].price``, or of the whole payload if the field is empty."""
 
     field: str
     text: str
@@ -32,7 +32,7 @@ class Change(Struct, frozen=True):
 
 
 def breaking_changes(old: Schema, new: Schema) -> list[Change]:
-    """The changes from one schema to the next, in the order of the fields."""
+    """Return the breaking changes from one schema to the next, in the order of the fields."""
     return list(dict.fromkeys(_Comparison(old, new).of(old, new, "")))
 
 
@@ -53,7 +53,7 @@ class _Comparison:
                 yield from min(same, key=len) if same else [_lost_type(choice, news, path)]
 
     def _one(self, old: Schema, new: Schema, path: str) -> Iterator[Change]:
-        """The changes between two schemas without alternatives."""
+        """Yield the changes between two schemas without alternatives."""
         if _accepts_all(new):
             return
         kind, accepted = _kind(old), _kind(new)
@@ -65,7 +65,7 @@ class _Comparison:
         yield from _bound_changes(_bounded(old), new, path)
         if kind in ("object", "array"):
             both = tuple((*(id(one.get(key)) for key in _CHILDREN), *one.get("required", ())) for one in (old, new))
-            if both not in self._known:  # a type that contains itself, or that several fields have
+            if both not in self._known:  # a recursive type, or one that several fields use
                 self._known[both] = []
                 parts = self._object if kind == "object" else self._array
                 self._known[both] = list(dict.fromkeys(parts(old, new, path)))
@@ -92,11 +92,11 @@ class _Comparison:
         yield from self._rest(old, new, path)
 
     def _rest(self, old: Schema, new: Schema, path: str) -> Iterator[Change]:
-        """The changes of the keys that are no property of the former schema."""
+        """Yield the changes of keys that are not properties of the old schema."""
         before, after = old.get("additionalProperties", True), new.get("additionalProperties", True)
         value = cast("Schema", before) if isinstance(before, dict) else _ANY
         if after is False and before is not False:
-            yield Change(path, "does not accept unknown fields any more", "accept unknown fields")
+            yield Change(path, "no longer accepts unknown fields", "accept unknown fields")
         elif isinstance(after, dict) and "properties" not in new:
             yield from self.of(value, after, f"{path}[...]")
         if isinstance(before, dict) or "properties" not in old:  # a mapping: its rows may have any key
@@ -129,13 +129,13 @@ def _enum_changes(old: Schema, new: Schema, path: str) -> Iterator[Change]:
     if "enum" not in new:
         return
     if "enum" not in old:
-        yield Change(path, f"accepts only {_listed(new['enum'])} now", _PRESERVE)
+        yield Change(path, f"now accepts only {_listed(new['enum'])}", _PRESERVE)
     elif gone := [value for value in old["enum"] if value not in new["enum"]]:
         yield Change(path, f"no longer accepts {_listed(gone)}", f"keep {_listed(gone)}")
 
 
 def _bounded(schema: Schema) -> Schema:
-    """The schema with the bounds of its values."""
+    """Add the bounds of the enum values to a schema."""
     values = schema.get("enum", ())
     if values and _kind(schema) in ("integer", "number"):
         return {**schema, "minimum": min(values), "maximum": max(values)}
@@ -163,13 +163,13 @@ def _bound_changes(old: Schema, new: Schema, path: str) -> Iterator[Change]:
 def _lost_type(old: Schema, news: list[Schema], path: str) -> Change:
     kind = _kind(old) or "any value"
     if kind == "null":
-        return Change(path, "does not accept null any more", "keep accepting null")
+        return Change(path, "no longer accepts null", "keep accepting null")
     accepted = " or ".join(sorted({_kind(new) or "any value" for new in news}))
-    return Change(path, f"accepted {kind}, and accepts only {accepted} now", _PRESERVE)
+    return Change(path, f"accepted {kind}, but now accepts only {accepted}", _PRESERVE)
 
 
 def _choices(given: Any, root: Schema) -> list[Schema]:
-    """The alternatives of a schema, each with one type at most."""
+    """Return the alternatives of a schema, each with at most one type."""
     schema = resolved(given, root)
     for key in ("anyOf", "oneOf"):
         if key in schema:
@@ -191,7 +191,7 @@ def _choices(given: Any, root: Schema) -> list[Schema]:
 
 
 def _requiring(name: str, schema: Schema) -> Schema:
-    """An alternative of a union whose discriminator is this property."""
+    """Make the discriminator of a union required in one of its alternatives."""
     required = schema.get("required", ())
     return schema if name in required or "properties" not in schema else {**schema, "required": [*required, name]}
 
@@ -209,7 +209,7 @@ def _aliases(schema: Any) -> list[str]:
 
 
 def bare(schema: Any) -> Any:
-    """A schema without its texts."""
+    """Return a schema without its titles, descriptions, examples and aliases."""
     texts = ("title", "description", "examples", ALIASES)
     return {key: value for key, value in as_schema(schema).items() if key not in texts}
 

@@ -1,4 +1,4 @@
-"""The event types of an outbox: schema, examples, versions, and who handles or relays the events."""
+"""The event types of an outbox, with schema, examples, versions, handlers and relays."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Relaying(Struct, frozen=True):
 
     handler: str
     address: str | None
-    """The topic, subject, routing key or stream; ``None`` if each event decides."""
+    """The topic, subject, routing key or stream; ``None`` if it depends on the event."""
 
 
 class EventType(Struct, frozen=True, kw_only=True):
-    """An event type of an outbox, as the code here has it."""
+    """An event type of an outbox, according to the code in this process."""
 
     name: str
     aliases: tuple[str, ...] = ()
@@ -33,34 +33,34 @@ class EventType(Struct, frozen=True, kw_only=True):
     """The versions that have an upcaster."""
     description: str | None = None
     schema: Schema | None = None
-    """The JSON Schema of the version; ``None`` for a type without a class here."""
+    """The JSON Schema of the version; ``None`` if this process has no class for the type."""
     examples: tuple[dict[str, Any], ...] = ()
     handlers: tuple[str, ...] = ()
     relays: tuple[Relaying, ...] = ()
     emitted_by: tuple[str, ...] = ()
-    """The actions that have emitted such events, as far as they were looked for."""
+    """The actions that are known to have emitted such events."""
 
 
 def classes_of(handlers: Iterable[Handler], types: EventTypes) -> dict[str, type[AnyEvent]]:
-    """The event classes that an outbox knows, by type name: those of its handlers, and those it registered."""
+    """Return the event classes of the handlers and the registered ones, by type name."""
     known = {cls for handler in handlers for cls in handler.accepts()} | set(types)
     return {type_name(cls): cls for cls in sorted(known, key=lambda cls: (cls.__module__, cls.__qualname__))}
 
 
 def is_internal(name: str) -> bool:
-    """True for the name of an event type or topic that only outboxio uses, as for deliveries of webhooks."""
+    """Return True for an event type or topic that only outboxio uses, as for webhook deliveries."""
     return name.startswith("outboxio.")
 
 
 def published(types: Iterable[EventType]) -> list[EventType]:
-    """The event types without the internal types."""
+    """Return the event types except internal ones."""
     return [one for one in types if not is_internal(one.name)]
 
 
 def event_types(
     handlers: Iterable[Handler], types: EventTypes, namespace: str, emitted_by: Mapping[str, Iterable[str]]
 ) -> list[EventType]:
-    """The event types of an outbox by name: those with a class, and those that code names by their stored names."""
+    """Return the event types sorted by name: those with a class, and those that handlers refer to by stored name."""
     registry = list(handlers)
     classes = classes_of(registry, types)
     stored = {name: cls for cls in classes.values() for name in type_names(cls)}
@@ -101,12 +101,12 @@ def _described(
 
 
 def _docstring(cls: type[Any]) -> str | None:
-    """The class's own docstring, without those of base classes."""
+    """Return the docstring of the class itself, not of a base class."""
     text: str | None = cls.__dict__.get("__doc__")
     return inspect.cleandoc(text) if text else None
 
 
 def _address(handler: Handler, event_type: str, namespace: str) -> str | None:
-    """The address of a relay, which the object of the handler knows."""
+    """Return the address of a relay, from the object whose method is the handler."""
     address_of = getattr(getattr(handler.given, "__self__", None), "address_of", None)
     return None if address_of is None else address_of(event_type, namespace)

@@ -1,4 +1,4 @@
-"""The fields of a JSON Schema as rows of a table, with types as texts."""
+"""Lists the fields of a JSON Schema as table rows, with types as text."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ _LIMITS = {
 }  # fmt: skip
 
 
-_MOST = 500  # types that contain one another have fields without end
+_MOST = 500  # mutually recursive types would have an infinite number of fields
 
 
 class Field(Struct, frozen=True):
     """A field of a payload."""
 
     path: str
-    """As in ``lines[].price``."""
+    """The path, such as ``lines[].price``."""
     type: str
     required: bool
     notes: tuple[str, ...]
-    """The description, limits, and the default."""
+    """The description, the limits and the default."""
 
 
 def fields_of(schema: Schema) -> list[Field]:
-    """The first 500 fields of an object, each followed by the fields of the objects that it holds."""
+    """Return the first 500 fields of an object, each followed by its nested fields."""
     return list(islice(_fields(schema, schema, "", ()), _MOST))
 
 
@@ -42,7 +42,7 @@ def _fields(given: Any, root: Schema, path: str, inside: tuple[int, ...]) -> Ite
     schema = resolved(given, root)
     properties: dict[str, Any] = schema.get("properties", {})
     if id(properties) in inside:
-        return  # a type that contains itself
+        return  # a recursive type
     for name, one in properties.items():
         here = f"{path}.{name}" if path else name
         yield Field(here, _type(one, root), name in schema.get("required", ()), tuple(_notes(one, root)))
@@ -51,7 +51,7 @@ def _fields(given: Any, root: Schema, path: str, inside: tuple[int, ...]) -> Ite
 
 
 def _objects(given: Any, root: Schema, path: str, around: tuple[str, ...] = ()) -> Iterator[tuple[Schema, str]]:
-    """The objects with fields that a value may hold, each with its path. ``around``: the references that led here."""
+    """Yield the objects that a value may contain, each with its path. ``around``: the references followed so far."""
     if (reference := _reference(given)) in around:
         return
     schema, around = resolved(given, root), (*around, *filter(None, [reference]))

@@ -1,4 +1,4 @@
-"""The lock file of the event types: schemas and examples of every version, which a later build is checked against."""
+"""The lock file of event types: schemas and examples of every version, to check later builds against."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MOST_EXAMPLES = 10  # of a version
 
 
 class LockedVersion(Struct, frozen=True):
-    """A version of an event type. ``schema`` is ``None`` for a version from before the file."""
+    """A version of an event type. ``schema`` is ``None`` for a version that is older than the file."""
 
     schema: Schema | None = None
     examples: list[dict[str, Any]] = []
@@ -39,18 +39,18 @@ class LockedType(Struct, frozen=True):
 
 
 class Lock(Struct, frozen=True):
-    """A lock file: ``events.lock.json``."""
+    """The content of a lock file such as ``events.lock.json``."""
 
     events: dict[str, LockedType]
     format: Literal[1] = 1
 
 
 class BreakingChange(Struct, frozen=True):
-    """A change that stored rows or existing readers do not survive."""
+    """A change that breaks stored rows or existing readers."""
 
     event: str
     field: str | None
-    """The path of the field, as in ``lines[].price``; ``None`` for the event type as a whole."""
+    """The path of the field, such as ``lines[].price``; ``None`` for the event type as a whole."""
     change: str
     fix: str
 
@@ -60,19 +60,19 @@ class BreakingChange(Struct, frozen=True):
 
 
 def read_lock(path: Path) -> Lock:
-    """The lock file. Raises :class:`ConfigurationError` for a file that is missing, or is not a lock file."""
+    """Read a lock file. Raises :class:`ConfigurationError` if it is missing or not a lock file."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=Lock)
     except FileNotFoundError:
         raise ConfigurationError(
-            f"there is no lock file {path}; write it with: outboxio events --write {path}"
+            f"lock file {path} not found; create it with: outboxio events --write {path}"
         ) from None
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigurationError(f"{path} is not a lock file of event types: {error}") from None
 
 
 def lock_text(lock: Lock) -> bytes:
-    """The content of a lock file, with sorted keys, so that a difference shows what has changed."""
+    """Return the content of a lock file, with sorted keys, so that a diff shows only what has changed."""
     return (
         msgspec.json.format(msgspec.json.encode(msgspec.to_builtins(lock, str_keys=True), order="sorted"), indent=2)
         + b"\n"
@@ -80,12 +80,12 @@ def lock_text(lock: Lock) -> bytes:
 
 
 def locked(types: Iterable[EventType], former: Lock, classes: Mapping[str, type[AnyEvent]]) -> Lock:
-    """The lock of the present event types. Older versions and their examples are kept, as far as they are read."""
+    """Return the lock for the current event types. Older versions and examples are kept if they can still be read."""
     events: dict[str, LockedType] = {}
     for one in types:
         cls = classes.get(one.name)
         if cls is None:
-            continue  # code names the type without a class, and reads its rows as bytes
+            continue  # handlers refer to the type by name, and read its rows as bytes
         versions = {number: LockedVersion() for number in one.upcasts}
         for name in (*one.aliases, one.name):
             versions |= former.events[name].versions if name in former.events else {}
@@ -102,7 +102,7 @@ def locked(types: Iterable[EventType], former: Lock, classes: Mapping[str, type[
 
 
 def check(types: Iterable[EventType], lock: Lock, classes: Mapping[str, type[AnyEvent]]) -> list[BreakingChange]:
-    """The changes since the lock file that stored rows or existing readers do not survive."""
+    """Return the changes since the lock file that break stored rows or existing readers."""
     present = {name: one for one in types for name in (one.name, *one.aliases)}
     found: list[BreakingChange] = []
     for name, former in sorted(lock.events.items()):
@@ -123,16 +123,16 @@ def _gone(name: str, former: LockedType, present: Iterable[EventType], lock: Loc
     if names:
         fix = f"give {names[0]} aliases={{{name!r}}}, or type_name={name!r}"
         return BreakingChange(name, None, f"was renamed to {names[0]} without an alias", fix)
-    fix = "keep the class and register it: outbox.register(...); once no row and no reader is left, run --write"
+    fix = "keep the class and register it: outbox.register(...); when no rows or readers are left, run --write"
     return BreakingChange(name, None, "was removed", fix)
 
 
 def _changes(one: EventType, former: LockedType, cls: type[AnyEvent] | None) -> Iterator[BreakingChange]:
     if cls is None or one.schema is None:
-        yield BreakingChange(one.name, None, "has no class here any more", "register the class of the event type")
+        yield BreakingChange(one.name, None, "no longer has a class", "register the class of the event type")
         return
     if one.version < former.version:
-        fix = f"set version={former.version} again, or a larger version with an upcaster"
+        fix = f"set version={former.version} again, or a higher version with an upcaster"
         yield BreakingChange(one.name, None, f"went from version {former.version} back to {one.version}", fix)
         return
     for number, version in sorted(former.versions.items()):
@@ -157,16 +157,16 @@ def _missing(one: EventType, number: int) -> int | None:
 
 
 def _replayed(cls: type[AnyEvent], number: int, examples: Iterable[dict[str, Any]]) -> Iterator[Change]:
-    """The stored examples of a version that the class does not read any more."""
+    """Yield the first stored example of a version that the class can no longer read."""
     for example in examples:
         if (fault := _fault(cls, number, example)) is not None:
-            text = f"an example of version {number} is not read: {fault}"
-            yield Change(field_in(fault), text, "read such rows")
+            text = f"an example of version {number} can no longer be read: {fault}"
+            yield Change(field_in(fault), text, "handle such rows")
             return
 
 
 def field_in(fault: str) -> str:
-    """The path of the field in the error of a decoder; empty without one."""
+    """Return the path of the field in a decoder's error; empty if it has none."""
     return fault.rpartition("`$.")[2].partition("`")[0] if "`$." in fault else ""
 
 
@@ -176,9 +176,9 @@ def _fault(cls: type[AnyEvent], number: int, example: dict[str, Any]) -> str | N
 
 
 def decoding_error(cls: type[AnyEvent], stored: int, payload: bytes) -> Exception | None:
-    """The error of a handler that reads a payload of a stored version; ``None`` if a handler can read it."""
+    """Return the error from decoding a payload of a stored version; ``None`` if it can be decoded."""
     try:
         upcasting(type_name(cls), decoder_of(cls), stored, version_of(cls), upcasters_of(cls))(payload)
-    except Exception as error:  # a rule in code may raise any error
+    except Exception as error:  # user-defined validation may raise any error
         return error
     return None

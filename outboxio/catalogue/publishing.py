@@ -1,4 +1,4 @@
-"""The part of an outbox that publishes its event types."""
+"""The part of an outbox that exports its event types."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Publishing(ABC):
-    """The base class of :class:`~outboxio.Outbox` that publishes the event types."""
+    """The base class of :class:`~outboxio.Outbox` that exports the event types."""
 
     namespace: str
     _handlers: HandlerRegistry
@@ -27,14 +27,14 @@ class Publishing(ABC):
         emitted_by: Mapping[str, Iterable[str]] | None = None,
         lock_file: str | os.PathLike[str] | None = None,
     ) -> dict[str, Any]:
-        """The event types of this outbox as an AsyncAPI 3.0 document, which ``json.dumps`` can write.
+        """Return the event types of this outbox as an AsyncAPI 3.0 document that ``json.dumps`` can write.
 
-        An event type is a channel with a message: the JSON Schema of the payload, and examples. Each handler is an
-        operation ``receive``. A relay is an operation ``send`` on a channel with the relay's address. The types are
-        those of the handlers, and those given to :meth:`register`. No database is read.
+        Each event type is a channel whose message has the JSON Schema of the payload, and examples. Each handler is a
+        ``receive`` operation. A relay is a ``send`` operation on a channel with the relay's address. The document
+        covers the types of the handlers and those passed to :meth:`register`. No database is read.
 
-        ``version`` is the version of the document. ``emitted_by`` names the actions of each event type, as
-        ``await outbox.admin.emitters()`` finds them. ``lock_file``, written by ``outboxio events --write``, adds the
+        ``version`` is the version of the document. ``emitted_by`` maps event types to actions, as returned by
+        ``await outbox.admin.emitters()``. ``lock_file``, written by ``outboxio events --write``, adds the
         messages of older versions.
 
         Raises :class:`ConfigurationError` for a lock file that cannot be read, and :class:`InvalidEvent` for an example

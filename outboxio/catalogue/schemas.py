@@ -1,4 +1,4 @@
-"""The JSON Schema of an event class, for each kind of class, and examples of its payload."""
+"""Generates the JSON Schema of an event class of any kind, and examples of its payload."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ Schema = dict[str, Any]
 
 _DEFS = "#/$defs/"
 ALIASES = "x-outboxio-aliases"
-"""The other names under which a property is read."""
+"""Other names under which a property is read."""
 READS = "x-outboxio-reads"
-"""What texts with dates and times are read: those with an offset, those without (``local``), or both."""
+"""The accepted date and time texts: with an offset, without (``local``), or both."""
 DIGITS = ("x-outboxio-max-digits", "x-outboxio-decimal-places")
 _MOST_REPAIRS = 20
-_DEEPEST = 3  # references, below which a made-up example has required fields only
+_DEEPEST = 3  # references, below which a generated example has only required fields
 EXAMPLES_HOOK = "__examples__"
-"""The class method of an event class that returns events as examples."""
+"""The class method of an event class that returns example events."""
 
 
 def schema_of(cls: Any) -> Schema:
-    """The JSON Schema of the stored payload of an event class.
+    """Return the JSON Schema of the stored payload of an event class.
 
     A part that JSON Schema cannot describe accepts any value.
     """
@@ -46,7 +46,7 @@ def schema_of(cls: Any) -> Schema:
 
 
 def _complete(info: Any, part: Any, parts: Schema, seen: set[int]) -> None:
-    """Add to a schema what msgspec leaves out: the format of dates and times, and of the keys of mappings."""
+    """Add what msgspec omits from a schema: the formats of dates and times, and of mapping keys."""
     while isinstance(info, inspect.Metadata):
         info = info.type
     if not isinstance(part, dict):
@@ -94,7 +94,7 @@ def _keys(info: Any) -> Schema | None:
 
 
 def _place(info: Any) -> int:
-    """The order of the alternatives in a schema of msgspec: other types, structs, null."""
+    """Return the position of an alternative in an msgspec schema: other types, structs, null."""
     while isinstance(info, inspect.Metadata):
         info = info.type
     if isinstance(info, inspect.StructType):
@@ -150,7 +150,7 @@ def _of_model(cls: Any) -> Schema:
 
 
 def _flat(schema: Schema) -> Schema:
-    """The schema without a reference at its top, and with the definitions that are used."""
+    """Replace a top-level reference by its definition, and drop unused definitions."""
     parts = schema.pop("$defs", {})
     main: Schema = schema
     if "$ref" in schema:
@@ -169,7 +169,7 @@ def _collect(node: object, parts: Mapping[str, Any], used: set[str]) -> None:
 
 
 def walked(node: object) -> Iterator[dict[str, Any]]:
-    """All JSON objects in a document, from the top."""
+    """Yield all JSON objects in a document, outermost first."""
     if isinstance(node, dict):
         found = cast("dict[str, Any]", node)
         yield found
@@ -181,7 +181,7 @@ def walked(node: object) -> Iterator[dict[str, Any]]:
 
 
 def _in_style(schema: Schema, cls: Any) -> Schema:
-    """The schema of a class with Ekbatan's JSON: decimals are numbers, and enums are written by name."""
+    """Adapt a schema to Ekbatan's JSON, in which decimals are numbers and enums are written by name."""
     enums: dict[str, type[Enum]] = {}
     _find_enums(inspect.type_info(cls), enums, set())
     for part in walked(schema):
@@ -205,12 +205,12 @@ def _find_enums(info: Any, found: dict[str, type[Enum]], seen: set[int]) -> None
 
 
 def as_schema(value: Any) -> Schema:
-    """The schema, if a value is an object; ``True`` accepts any value, as ``{}`` does."""
+    """Return the value if it is an object, else ``{}``, which accepts any value as the schema ``True`` does."""
     return cast("Schema", value) if isinstance(value, dict) else {}
 
 
 def resolved(given: Any, root: Schema) -> Schema:
-    """The schema behind a reference."""
+    """Return the schema that a reference points to."""
     schema: Schema = as_schema(given)
     while "$ref" in schema:
         name = str(schema["$ref"]).removeprefix(_DEFS)
@@ -223,13 +223,13 @@ def resolved(given: Any, root: Schema) -> Schema:
 
 
 def examples_of(cls: Any, schema: Schema) -> list[dict[str, Any]]:
-    """Payloads of a class: those of its class method ``__examples__``, else of the schema, else one that is made up.
+    """Return example payloads: from the class method ``__examples__``, else from the schema, else a generated one.
 
-    Empty if the class does not accept the payload that is made up. Raises :class:`InvalidEvent` for an event of
+    Empty if the class does not accept the generated payload. Raises :class:`InvalidEvent` for an event of
     ``__examples__`` that cannot be stored.
     """
     subject = f"example of event {type_name(cls)}"
-    if EXAMPLES_HOOK in vars(cls):  # of this class: the events of a base class are of another type
+    if EXAMPLES_HOOK in vars(cls):  # not inherited: the events of a base class have another type
         return [_encoded(event, cls, subject) for event in getattr(cls, EXAMPLES_HOOK)()]
     given: list[Any] = schema.get("examples", [])
     made = [one for payload in given for one in _read_back(payload, cls, subject)]
@@ -240,14 +240,14 @@ def _read_back(payload: Any, cls: Any, subject: str) -> list[dict[str, Any]]:
     for _ in range(_MOST_REPAIRS):
         try:
             return [_encoded(decoder_of(cls)(msgspec.json.encode(payload)), cls, subject)]
-        except Exception as error:  # a pattern, or a rule in code, which no schema describes
+        except Exception as error:  # a pattern, or validation that the schema does not describe
             if not _repaired(payload, str(error)):
                 return []
     return []
 
 
 def _repaired(payload: Any, fault: str) -> bool:
-    """Replace the text at which a decoder failed by a local date and time, to which msgspec gives no format."""
+    """Replace the text that a decoder rejected with a local date and time, for which msgspec gives no format."""
     found = re.fullmatch(r"Invalid RFC3339 encoded (datetime|time) - at `\$(.*)`", fault)
     path: list[Any] = re.findall(r"\.(\w+)|\[(\d+)\]", found[2]) if found else []
     for name, place in path[:-1]:
@@ -273,7 +273,7 @@ _KINDS = ("object", "array", "string", "integer", "number", "boolean", "null")
 
 
 def _sample(given: Any, root: Schema, inside: tuple[str, ...]) -> Any:
-    """A value that a schema accepts. ``inside``: the references around it, so that recursion ends."""
+    """Return a value that a schema accepts. ``inside``: the enclosing references, to stop recursion."""
     reference = str(as_schema(given).get("$ref", ""))
     schema = resolved(given, root)
     for key in ("examples", "const", "default", "enum"):

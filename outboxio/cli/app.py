@@ -1,4 +1,4 @@
-"""The command ``outboxio``: the groups of commands, and what all commands have in common."""
+"""The command ``outboxio``: the groups of commands, and what they have in common."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import typer
 from typer.core import TyperGroup
 
 from outboxio import __version__
-from outboxio.cli.lines import changing, looking, running, tables
+from outboxio.cli.arguments import changing, inspecting, running, tables
 from outboxio.support.text import without_passwords
 
 
 class Commands(TyperGroup):
-    """The commands, in the order of their panels. A usage error repeats the typed text without passwords."""
+    """The commands, in the order of their panels. Usage errors quote the input without passwords."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(self.commands)
@@ -34,9 +34,9 @@ def _passwords_hidden() -> Generator[None]:
     try:
         yield
     except Exception as error:
-        told: Any = getattr(error, "message", None)  # usage errors of typer and click
-        if isinstance(told, str):
-            vars(error)["message"] = without_passwords(told)
+        message: Any = getattr(error, "message", None)  # usage errors of typer and click
+        if isinstance(message, str):
+            vars(error)["message"] = without_passwords(message)
         raise
 
 
@@ -47,20 +47,20 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="Exit codes: 0 fine, 1 the answer is no, 2 usage or configuration, 3 a database cannot be reached, "
-    "4 only a part was done, 130 interrupted.",
+    epilog="Exit codes: 0 success, 1 failure (a check failed, or work is left), 2 usage or configuration error, "
+    "3 database unreachable, 4 partly done, 130 interrupted.",
 )
 
 
 @app.callback(invoke_without_command=True)
 def outboxio(
-    version: Annotated[bool, typer.Option("--version", help="Show the version, and exit.", is_eager=True)] = False,
+    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.", is_eager=True)] = False,
 ) -> None:
-    """The transactional outbox for asyncio: commit rows and events together, handle every event afterwards."""
+    """Transactional outbox for asyncio: commit rows and events together, then handle every event."""
     if version:
         typer.echo(f"outboxio {__version__}")
         raise typer.Exit
 
 
-for lines in (tables, running, looking, changing):
-    lines.add_to(app)
+for group in (tables, running, inspecting, changing):
+    group.add_to(app)

@@ -1,4 +1,4 @@
-"""The log of ``outboxio worker``: set up after the import of the application, unless the application has a log."""
+"""The log of ``outboxio worker``, set up after importing the application, unless that has set up logging itself."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from rich.table import Table
 
-from outboxio.cli.answer import indented, line, say_aside, say_error
+from outboxio.cli.output import echo_error, echo_stderr, indented, line
 from outboxio.logs import Context
 from outboxio.support.log import Fields, log_of
 
@@ -24,26 +24,26 @@ class LogFormat(StrEnum):
     JSON = "json"
 
 
-class Teller(Protocol):
-    """Reports the worker's steps to people on a terminal, or as records of the log."""
+class Reporter(Protocol):
+    """Reports what the worker does, on a terminal or in the log."""
 
-    def say(self, message: str, *args: object, **fields: Any) -> None:
-        """A message with ``%`` arguments; ``fields`` are for the log."""
+    def info(self, message: str, *args: object, **fields: Any) -> None:
+        """Report a message with ``%`` arguments; ``fields`` are for the log."""
 
-    def warn(self, message: str, *args: object, **fields: Any) -> None: ...
+    def warning(self, message: str, *args: object, **fields: Any) -> None: ...
 
-    def fail(self, message: str, *args: object, **fields: Any) -> None:
-        """The reason why the answer of the command is no."""
+    def error(self, message: str, *args: object, **fields: Any) -> None:
+        """Report why the command fails."""
 
     def list(self, rows: Sequence[tuple[str, str, str]]) -> None:
-        """Rows of a kind (shard or handler), a name and a remark."""
+        """Report rows of kind (shard, handler or job), name and remark."""
 
 
-def set_up(level: str | None, form: LogFormat, *, leave_alone: bool) -> Teller:
-    """Send the log to stderr, unless the application has set up logging when imported, or ``leave_alone`` is true.
+def set_up(level: str | None, form: LogFormat, *, leave_alone: bool) -> Reporter:
+    """Send the log to stderr, unless importing the application has set up logging, or ``leave_alone`` is true.
 
-    ``level`` is the level of outboxio's log; ``None`` is "info", or the level that the application chose. If the
-    application has set up logging, the worker reports through the log only.
+    ``level``: the level of outboxio's log; ``None`` is "info", or the level that the application chose. If the
+    application has set up logging, the worker reports only through the log.
     """
     is_ours = not leave_alone and not logging.getLogger().handlers
     if is_ours:
@@ -53,7 +53,7 @@ def set_up(level: str | None, form: LogFormat, *, leave_alone: bool) -> Teller:
         logging.basicConfig(level=logging.INFO, handlers=[handler])
     if level is not None:
         logging.getLogger("outboxio").setLevel(level.upper())
-    return OnTerminal() if is_ours and form is LogFormat.TEXT else InLog(is_stderr=is_ours)
+    return TerminalReporter() if is_ours and form is LogFormat.TEXT else LogReporter(is_stderr=is_ours)
 
 
 def _text() -> logging.Formatter:
@@ -62,11 +62,11 @@ def _text() -> logging.Formatter:
 
 
 def _json() -> logging.Formatter:
-    """A JSON object per line: time, level, logger, message, template, the fields, and the traceback of an error."""
+    """One JSON object per line: time, level, logger, message, template, fields, and the traceback of an error."""
     from pythonjsonlogger.json import JsonFormatter
 
     class WithTemplate(JsonFormatter):
-        """``template`` is the message without its arguments, which is the same for all entries of a kind."""
+        """Adds ``template``: the message without its arguments, the same for all records of a kind."""
 
         def add_fields(self, log_data: dict[str, Any], record: logging.LogRecord, message_dict: dict[str, Any]) -> None:
             super().add_fields(log_data, record, message_dict)
@@ -76,43 +76,43 @@ def _json() -> logging.Formatter:
     return WithTemplate("{levelname}{name}{message}", style="{", timestamp="time", rename_fields=_FIELDS)
 
 
-class OnTerminal:
-    """Text on stderr, beside the log."""
+class TerminalReporter:
+    """Text on stderr, next to the log."""
 
-    def say(self, message: str, *args: object, **fields: Any) -> None:
-        say_aside(line(message % args))
+    def info(self, message: str, *args: object, **fields: Any) -> None:
+        echo_stderr(line(message % args))
 
-    def warn(self, message: str, *args: object, **fields: Any) -> None:
-        say_aside(line((message % args, "yellow")))
+    def warning(self, message: str, *args: object, **fields: Any) -> None:
+        echo_stderr(line((message % args, "yellow")))
 
-    def fail(self, message: str, *args: object, **fields: Any) -> None:
-        say_error(message % args)
+    def error(self, message: str, *args: object, **fields: Any) -> None:
+        echo_error(message % args)
 
     def list(self, rows: Sequence[tuple[str, str, str]]) -> None:
         table = Table.grid(padding=(0, 2))
         for kind, name, remark in rows:
             table.add_row(kind, line((name, "cyan")), line(remark))
-        say_aside(indented(table))
+        echo_stderr(indented(table))
 
 
-class InLog:
+class LogReporter:
     """Records of the logger ``outboxio.worker``."""
 
     def __init__(self, *, is_stderr: bool) -> None:
-        """``is_stderr``: the records surely go to stderr, where the reason of a no is expected."""
+        """``is_stderr``: the log goes to stderr, where the reason of a failure is expected."""
         self._is_stderr = is_stderr
 
-    def say(self, message: str, *args: object, **fields: Any) -> None:
+    def info(self, message: str, *args: object, **fields: Any) -> None:
         logger.info(message, *args, **fields)
 
-    def warn(self, message: str, *args: object, **fields: Any) -> None:
+    def warning(self, message: str, *args: object, **fields: Any) -> None:
         logger.warning(message, *args, **fields)
 
-    def fail(self, message: str, *args: object, **fields: Any) -> None:
+    def error(self, message: str, *args: object, **fields: Any) -> None:
         if self._is_stderr:
             logger.error(message, *args, **fields)
         else:
-            say_error(message % args)
+            echo_error(message % args)
 
     def list(self, rows: Sequence[tuple[str, str, str]]) -> None:
         for kind, name, remark in rows:

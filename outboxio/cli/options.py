@@ -1,4 +1,4 @@
-"""Commands to paste: with the outbox that the operator has named, and with quotes where a shell needs quotes."""
+"""The shared options of commands, and commands to paste, with the operator's target and shell quoting."""
 
 from __future__ import annotations
 
@@ -19,41 +19,38 @@ from outboxio.cli.target import Named, TargetError, named, refuse_without_namesp
 from outboxio.support.text import without_passwords
 
 _where: ContextVar[tuple[str, ...]] = ContextVar("where", default=())
-_OWN_CODE = "module:outbox"  # in remedies that need the application's code
+_OWN_CODE = "module:outbox"  # in fixes that need the application's code
 
 
 def remember(target: str | None, database: str | None, namespace: str | None) -> None:
-    """Remember the words with which the command line has named the outbox. Further commands need the same words."""
-    words = [] if target is None else [without_passwords(target)]
-    words += [] if database is None else ["--database", without_passwords(database)]
-    words += [] if namespace is None else ["--namespace", namespace]
-    _where.set(tuple(words))
+    """Remember how the command line names the outbox: commands to paste repeat these arguments."""
+    arguments = [] if target is None else [without_passwords(target)]
+    arguments += [] if database is None else ["--database", without_passwords(database)]
+    arguments += [] if namespace is None else ["--namespace", namespace]
+    _where.set(tuple(arguments))
 
 
-def pasted(name: str, *words: str) -> str:
-    """A command for a shell: ``outboxio retry app.main:outbox --handler receipt``."""
-    return shlex.join(["outboxio", name, *_where.get(), *words])
+def pasted(name: str, *arguments: str) -> str:
+    """Return a command for a shell: ``outboxio retry app.main:outbox --handler receipt``."""
+    return shlex.join(["outboxio", name, *_where.get(), *arguments])
 
 
-def with_outbox(told: str) -> str:
-    """A command in words, such as the remedy of a finding, with the words that name the outbox."""
-    words = told.split(" ", 2)
+def with_outbox(command: str) -> str:
+    """Return a command, such as the fix of a finding, with the arguments that name the outbox."""
+    parts = command.split(" ", 2)
     where = _where.get()
-    if len(words) < 2 or words[0] != "outboxio" or not where:
-        return told
-    if _OWN_CODE in told:
+    if len(parts) < 2 or parts[0] != "outboxio" or not where:
+        return command
+    if _OWN_CODE in command:
         is_code = ":" in where[0] and "://" not in where[0]
-        return told.replace(_OWN_CODE, where[0]) if is_code else told
-    return " ".join([words[0], words[1], shlex.join(where), *words[2:]])
+        return command.replace(_OWN_CODE, where[0]) if is_code else command
+    return " ".join([parts[0], parts[1], shlex.join(where), *parts[2:]])
 
 
 # --- options that several commands share ----------------------------------------------------------
 #
-# Options that several commands share, each written once.
-#
 # A command takes a group of options as a parameter: ``def pause(common: Common, target: Target) -> None``. The
-# decorator
-# :func:`command` gives typer the options of the group one by one.
+# decorator :func:`command` passes the options of the group to typer one by one.
 
 
 Target = Annotated[
@@ -68,7 +65,7 @@ Target = Annotated[
 
 
 class Options(Struct, frozen=True):
-    """A group of options. A field that is annotated for typer is an option, with a default."""
+    """A group of options. Each field that is annotated for typer is an option with a default."""
 
 
 class Common(Options, frozen=True):
@@ -78,38 +75,38 @@ class Common(Options, frozen=True):
         str | None,
         typer.Option(
             metavar="URL",
-            help="A database instead: [cyan]postgresql://host/name[/], [cyan]mysql://host/name[/], "
+            help="A database instead of an outbox: [cyan]postgresql://host/name[/], [cyan]mysql://host/name[/], "
             "[cyan]mariadb://host/name[/] or [cyan]sqlite:///file.db[/]",
             show_default=False,
         ),
     ] = None
     namespace: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="The namespace in that database. Default: $OUTBOXIO_NAMESPACE.",
+        typer.Option(metavar="NAME", help="The namespace in this database. Default: $OUTBOXIO_NAMESPACE.",
                      show_default=False),
     ] = None  # fmt: skip
-    json: Annotated[bool, typer.Option("--json", help="Answer in JSON, for machines.")] = False
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the traceback of an error.")] = False
 
-    def named(self, words: str | list[str] | None, most: int = 0) -> Named:
-        """The outbox of the command line, with at most ``most`` further words. Needs no namespace."""
-        words = [words] if isinstance(words, str) else words or []
-        found = named(words, self.database, self.namespace)
-        is_typed = self.database is None and bool(words) and found.target == words[0]
+    def named(self, arguments: str | list[str] | None, limit: int = 0) -> Named:
+        """Return the outbox that the command line names, with at most ``limit`` further arguments."""
+        arguments = [arguments] if isinstance(arguments, str) else arguments or []
+        found = named(arguments, self.database, self.namespace)
+        is_typed = self.database is None and bool(arguments) and found.target == arguments[0]
         remember(found.target if is_typed else None, self.database, self.namespace)
-        if len(found.words) > most:
-            raise TargetError(f"{found.words[most]!r} is one word too many")
+        if len(found.arguments) > limit:
+            raise TargetError(f"unexpected argument {found.arguments[limit]!r}")
         return found
 
-    def of_namespace(self, words: str | list[str] | None, most: int = 0) -> Named:
-        """The same, for a command that works on the rows of one namespace."""
-        found = self.named(words, most)
+    def of_namespace(self, arguments: str | list[str] | None, limit: int = 0) -> Named:
+        """Return the same, for a command on the rows of one namespace."""
+        found = self.named(arguments, limit)
         refuse_without_namespace(found)
         return replace(found, needs_rows=True)
 
 
 class Command(TyperCommand):
-    """A command with a usage line of plain words, and without types of switches and arguments in the help."""
+    """A command whose usage line and help leave out the types of flags and arguments."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -126,20 +123,20 @@ class Command(TyperCommand):
         return option
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        words = [
+        names = [
             str(parameter.metavar) if parameter.required or "[" in str(parameter.metavar) else f"[{parameter.metavar}]"
             for parameter in self.params
             if isinstance(parameter, TyperArgument)
         ]
-        return ["[OPTIONS]", *words]
+        return ["[OPTIONS]", *names]
 
 
 def _no_type(ctx: Any) -> None:
-    """The type of an argument: none, because the help describes the argument."""
+    """Show no type for an argument: the help describes it."""
 
 
 def command(app: typer.Typer, name: str | None = None, *, example: str, **options: Any) -> Callable[[Any], Any]:
-    """Register a command. Each parameter whose type is a group of options becomes the options of the group."""
+    """Register a command. A parameter whose type is a group of options is replaced by these options."""
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
         app.command(name, cls=Command, epilog=f"Example: [cyan]outboxio {example}[/]", **options)(spread(function))
@@ -149,29 +146,29 @@ def command(app: typer.Typer, name: str | None = None, *, example: str, **option
 
 
 def spread(function: Callable[..., None]) -> Callable[..., None]:
-    """The function with a parameter for each option, in place of a parameter for a group of options."""
+    """Return the function with one parameter per option in place of each group of options."""
     hints = get_type_hints(function, include_extras=True)
     groups = {name: hint for name, hint in hints.items() if isinstance(hint, type) and issubclass(hint, Options)}
     parameters = list[inspect.Parameter]()
-    given = inspect.signature(function).parameters.values()
+    declared = inspect.signature(function).parameters.values()
     for parameter in sorted(
-        given, key=lambda parameter: groups.get(parameter.name) is Common
-    ):  # the help ends with these
+        declared, key=lambda parameter: groups.get(parameter.name) is Common
+    ):  # listed last in the help
         if parameter.name in groups:
             parameters += _parameters_of(groups[parameter.name])
         else:
             parameters.append(parameter.replace(annotation=hints[parameter.name]))
 
     @wraps(function)
-    def call(**given: Any) -> None:
+    def call(**values: Any) -> None:
         for name, group in groups.items():
-            names = [field for field in group.__struct_fields__ if field in given]
-            given[name] = group(**{field: given.pop(field) for field in names})
-        function(**given)
+            names = [field for field in group.__struct_fields__ if field in values]
+            values[name] = group(**{field: values.pop(field) for field in names})
+        function(**values)
 
     vars(call)["__signature__"] = inspect.Signature(sorted(parameters, key=_has_default))
     call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    del vars(call)["__wrapped__"]  # typer would read the signature behind it
+    del vars(call)["__wrapped__"]  # or typer would read the original signature
     return call
 
 

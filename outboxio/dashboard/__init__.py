@@ -1,4 +1,4 @@
-"""The dashboard: pages on which an operator sees what is wrong, and mends the fault. Needs ``outboxio[dashboard]``.
+"""The dashboard: pages that show operators what is wrong, and let them fix it. Needs ``outboxio[dashboard]``.
 
 Example::
 
@@ -6,7 +6,7 @@ Example::
 
     async def operators(request: Request) -> Access | None:
         user = await current_user(request)
-        return Access.operator(user.email) if user.is_staff else None  # None: the answer is 404
+        return Access.operator(user.email) if user.is_staff else None  # None: responds with 404
 
     app.mount("/outbox", Dashboard(outbox, authorize=operators))
 """

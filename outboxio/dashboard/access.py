@@ -1,4 +1,4 @@
-"""Who may see and order what."""
+"""What each user may see and do."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from outboxio.errors import ConfigurationError
-from outboxio.operations.arguments import given_name
+from outboxio.operations.arguments import name_argument
 from outboxio.support.text import briefly
 
 RIGHTS = (
     "view", "payloads", "retry", "skip", "cancel", "resume", "replay", "backfill", "pause", "run_job", "stop", "purge",
     "unsubscribe",
 )  # fmt: skip
-"""All rights. ``view`` is a part of every access. ``pause`` is the right to pause and unpause a handler or a job, and
-to leave the number of partitions of a handler to outboxio; ``unsubscribe`` the right to forget a handler or a job."""
+"""All rights. Every access includes ``view``. ``pause`` covers pausing and unpausing handlers and jobs, and letting
+outboxio choose a handler's number of partitions; ``unsubscribe`` covers removing handlers and jobs."""
 
 READING = frozenset({"view", "payloads"})
 """The rights that change nothing."""
@@ -30,12 +30,12 @@ _OPERATOR = frozenset(RIGHTS) - {"purge", "unsubscribe"}
 
 
 class Access:
-    """The name of a user, and the user's rights. The name is kept in the record of each order.
+    """The name of a user, and the user's rights. The name is recorded with each operation.
 
     ``can``: names of rights, see ``RIGHTS``. Every user may ``view``. Without ``payloads``, the pages show ids, types
-    and states, and neither payloads, parameters, headers nor the messages of errors.
+    and states, but no payloads, parameters, headers or error messages.
 
-    Raises :class:`ConfigurationError` for a right that does not exist.
+    Raises :class:`ConfigurationError` for an unknown right.
 
     Example::
 
@@ -44,24 +44,24 @@ class Access:
     """
 
     def __init__(self, actor: str, can: Iterable[str] = ()) -> None:
-        self.actor = given_name(actor, "actor")
+        self.actor = name_argument(actor, "actor")
         self.can = frozenset({"view", *can})
         if unknown := sorted(self.can - set(RIGHTS)):
             raise ConfigurationError(f"there is no right {briefly(unknown[0])}; the rights are {', '.join(RIGHTS)}")
 
     @classmethod
     def viewer(cls, actor: str) -> Self:
-        """The right to look, without payloads."""
+        """Return read-only access, without payloads."""
         return cls(actor)
 
     @classmethod
     def operator(cls, actor: str) -> Self:
-        """All rights but ``purge`` and ``unsubscribe``, which remove rows."""
+        """Return all rights except ``purge`` and ``unsubscribe``, which remove rows."""
         return cls(actor, _OPERATOR)
 
     @classmethod
     def admin(cls, actor: str) -> Self:
-        """All rights."""
+        """Return all rights."""
         return cls(actor, RIGHTS)
 
     def may(self, right: str) -> bool:
@@ -69,12 +69,12 @@ class Access:
         return right in self.can
 
     @property
-    def orders(self) -> bool:
-        """True if the user has a right to change rows."""
+    def may_operate(self) -> bool:
+        """True if the user may run at least one operation."""
         return not self.can <= READING
 
     def reading(self) -> Access:
-        """The same user, without the rights that change rows."""
+        """Return the same user without the rights that change rows."""
         return Access(self.actor, self.can & READING)
 
     def __repr__(self) -> str:
@@ -83,20 +83,20 @@ class Access:
 
 Allowed = Access | Response | None
 Authorize = Callable[[Request], Allowed | Awaitable[Allowed]]
-"""Decides about a request: an :class:`Access`, ``None`` (the answer is 404), or a response, such as a redirect to a
-login page. The function may be async."""
+"""Authorizes a request. Returns an :class:`Access`, ``None`` (responds with 404), or a response, such as a redirect to
+a login page. May be async."""
 
 
 def allow_all(request: Request) -> Access:
-    """Every request has all rights, under the name ``anonymous``. For a page that only operators can reach."""
+    """Grant all rights to every request, as ``anonymous``. For a dashboard that only operators can reach."""
     return Access.admin("anonymous")
 
 
 def basic_auth(user: str, *, password_env: str, access: Callable[[str], Access] = Access.admin) -> Authorize:
-    """One user with a password, by HTTP Basic authentication. Use HTTPS: browsers send the password unencrypted.
+    """Authorize a single user with a password (HTTP Basic). Use HTTPS: browsers send the password unencrypted.
 
-    ``password_env``: the environment variable with the password, read once, here. ``access``: makes the rights of the
-    user. Raises :class:`ConfigurationError` if the variable is not set, or empty.
+    ``password_env``: the environment variable with the password, read once, by this call. ``access``: returns the
+    rights for the user name. Raises :class:`ConfigurationError` if the variable is not set or empty.
 
     Example::
 
@@ -108,15 +108,17 @@ def basic_auth(user: str, *, password_env: str, access: Callable[[str], Access] 
             f"the environment variable {password_env} is not set; set it to the password of {user!r}"
         )
     if ":" in user:
-        raise ConfigurationError(f"the user {user!r} has a colon, which HTTP Basic authentication cannot send")
+        raise ConfigurationError(
+            f"the user name {user!r} contains a colon, which HTTP Basic authentication does not support"
+        )
     allowed, expected = access(user), f"{user}:{password}".encode()
 
     def authorize(request: Request) -> Access | Response:
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() == "basic" and hmac.compare_digest(_decoded(given), expected):
+        scheme, _, credentials = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() == "basic" and hmac.compare_digest(_decoded(credentials), expected):
             return allowed
         challenge = {"www-authenticate": 'Basic realm="outbox", charset="UTF-8"'}
-        return PlainTextResponse("Give user and password.\n", 401, challenge)
+        return PlainTextResponse("Enter user name and password.\n", 401, challenge)
 
     return authorize
 

@@ -1,4 +1,4 @@
-"""The fields of a query or of a form."""
+"""The fields of a query or a form, and the filter that they select."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from outboxio.dashboard.view import Refused
 from outboxio.errors import ConfigurationError
 from outboxio.model.notification import State
 from outboxio.model.operating.groups import Filter
-from outboxio.operations.queries.filters import EXPECTED_MOMENT, TEXTS, given_filter, parse_moment
+from outboxio.operations.queries.filters import EXPECTED_TIME, TEXTS, filter_argument, parse_time
 from outboxio.support.text import briefly, instead_of
 
-MOST_FIELDS = 2_000
+MAX_FIELDS = 2_000
 
 
 class Fields(Mapping[str, str]):
-    """Fields by name. A name may have several values: ``fields["state"]`` is the last, ``fields.all("state")`` has all.
+    """Fields by name, possibly with several values: ``fields["state"]`` is the last, ``fields.all("state")`` are all.
 
-    Empty values are left out, because a form sends a field without input as the empty text.
+    Empty values are left out, because forms submit empty inputs as empty text.
     """
 
     def __init__(self, pairs: Iterable[tuple[str, str]] = ()) -> None:
@@ -32,8 +32,8 @@ class Fields(Mapping[str, str]):
 
     @classmethod
     def parsed(cls, text: str) -> Fields:
-        """The fields of ``a=1&b=2``. Raises ``ValueError`` for more than 2,000 fields."""
-        return cls(parse_qsl(text, keep_blank_values=True, max_num_fields=MOST_FIELDS, errors="replace"))
+        """Parse ``a=1&b=2``. Raises ``ValueError`` for more than 2,000 fields."""
+        return cls(parse_qsl(text, keep_blank_values=True, max_num_fields=MAX_FIELDS, errors="replace"))
 
     def __getitem__(self, name: str) -> str:
         return self._values[name][-1]
@@ -45,82 +45,82 @@ class Fields(Mapping[str, str]):
         return len(self._values)
 
     def all(self, name: str) -> list[str]:
-        """All values of a name, in the order of the query or form."""
+        """Return all values of a name, in the order of the query or form."""
         return list(self._values.get(name, ()))
 
     def pairs(self) -> list[tuple[str, str]]:
-        """All names with each value."""
+        """Return all names with each value."""
         return [(name, value) for name, values in self._values.items() for value in values]
 
 
 # --- the filter of a page -------------------------------------------------------------------------
 #
-# The filter of a page: its words in the URL, which are the words of the command line, and its words in a sentence.
+# Its URL parameters have the names of the options of the command line.
 
 
 Values = Callable[[str], Sequence[str]]
-"""Returns all values of a word: ``asked.values`` for a URL, ``form.getlist`` for a form."""
+"""Returns all values of a parameter: ``request.values`` for a URL, ``form.all`` for a form."""
 
-WORDS = ("state", *TEXTS, "since", "until")
-"""The words of a filter, in the order of the options of the command line."""
+PARAMETERS = ("state", *TEXTS, "since", "until")
+"""The parameters of a filter, in the order of the command line options."""
 
-WORDS_OF_EVENTS = ("type", "key", "model", "action", "correlation", "since", "until")
-"""The words that an event has: states, handlers and errors belong to notifications."""
+EVENT_PARAMETERS = ("type", "key", "model", "action", "correlation", "since", "until")
+"""The parameters that apply to events: states, handlers and errors belong to notifications."""
 
-HIDDEN_WORDS = ("error",)
-"""The words about texts that only users with the right ``payloads`` may read."""
+PAYLOAD_PARAMETERS = ("error",)
+"""The parameters about texts that only users with the right ``payloads`` may read."""
 
 _NAMES = ("handler", "type", "action")  # names, which neither begin nor end with a space
 
 
 def filter_of(values: Values, *states: State | str, now: datetime | None = None) -> Filter:
-    """The filter that the words say, checked. A word with an empty value counts as absent.
+    """Return the filter of the parameters, validated. An empty value counts as absent.
 
-    ``states``: the states of the filter if the words name none. ``now``: naive UTC, the moment from which "2h" counts.
+    ``states``: the default states. ``now``: naive UTC, the time to which "2h" is relative.
 
-    Raises :class:`ConfigurationError` with the word, the value and the remedy: for a value that nothing matches, and
-    for a word with two values (only ``state`` may be repeated).
+    Raises :class:`ConfigurationError` for a value that nothing can match, and for a repeated parameter other than
+    ``state``.
 
     Example::
 
-        filter_of(asked.values, "DEAD", "EXPIRED")  # of /dead?handler=invoice-pdf&since=2h
+        filter_of(request.values, "DEAD", "EXPIRED")  # of /dead?handler=invoice-pdf&since=2h
     """
     named = [state.strip().upper() for state in values("state") if state.strip()]
-    fields: dict[str, Any] = {field: _text(values, word) for word, field in TEXTS.items()}
-    moments: dict[str, Any] = {word: _moment(values, word, now) for word in ("since", "until")}
-    return given_filter(Filter(states=tuple(named) or states, **fields, **moments))
+    fields: dict[str, Any] = {field: _text(values, name) for name, field in TEXTS.items()}
+    times: dict[str, Any] = {name: _time(values, name, now) for name in ("since", "until")}
+    return filter_argument(Filter(states=tuple(named) or states, **fields, **times))
 
 
-def refuse_unknown_words(given: Iterable[str], known: Iterable[str]) -> None:
-    """Raise :class:`ConfigurationError` for a word of a URL that a page does not know.
+def refuse_unknown_parameters(names: Iterable[str], known: Iterable[str]) -> None:
+    """Raise :class:`ConfigurationError` for an unknown parameter.
 
-    Without this check, a typing error in a word would make a filter wider.
+    Without this check, a typo in a parameter name would widen the filter.
     """
-    names = list(known)
-    for word in given:
-        if word not in names:
-            raise ConfigurationError(f"this page has no filter {briefly(word)}: {instead_of(word, names)}")
+    known_names = list(known)
+    for name in names:
+        if name not in known_names:
+            raise ConfigurationError(f"this page has no filter {briefly(name)}: {instead_of(name, known_names)}")
 
 
-def refuse_hidden_words(given: Iterable[str], access: Access) -> None:
+def refuse_payload_parameters(names: Iterable[str], access: Access) -> None:
     """Raise :class:`Refused` for a filter on a text that the user may not read.
 
-    Whether a row matches says whether the text contains a guess, so that a user could read it letter by letter.
+    Whether a row matches reveals whether the text contains a guess, so a user could read it letter by letter.
     """
-    for word in given:
-        if word in HIDDEN_WORDS and not access.may("payloads"):
+    for name in names:
+        if name in PAYLOAD_PARAMETERS and not access.may("payloads"):
             raise Refused(
-                403, f"{access.actor} does not have the right `payloads` here, and cannot filter by {word}.",
-                f"Leave out the filter {word}. The function authorize of the dashboard gives the rights.",
+                403, f"{access.actor} does not have the right `payloads` here, and cannot filter by {name}.",
+                f"Remove the filter {name}. Rights are granted by the authorize function of the dashboard.",
             )  # fmt: skip
 
 
-def in_words(filter: Filter, things: str = "notifications") -> str:
-    """What a filter selects, as the end of a sentence. ``things``: ``notifications`` or ``events``.
+def describe_filter(filter: Filter, things: str = "notifications") -> str:
+    """Describe what a filter selects. ``things``: ``notifications`` or ``events``.
 
     Example::
 
-        in_words(Filter(states=("DEAD",), handler="invoice-pdf", since=datetime(2026, 1, 31, 2, 41)))
+        describe_filter(Filter(states=("DEAD",), handler="invoice-pdf", since=datetime(2026, 1, 31, 2, 41)))
         # "DEAD notifications of the handler “invoice-pdf”, changed since 2026-01-31 02:41 UTC"
     """
     states = [str(state) for state in filter.states]
@@ -135,48 +135,48 @@ def in_words(filter: Filter, things: str = "notifications") -> str:
         f"with the correlation id {_quoted(filter.correlation_id)}": filter.correlation_id,
         f"with {_quoted(filter.error)} in the last error": filter.error,
     }
-    said = [part for part, value in parts.items() if value is not None]
+    described = [part for part, value in parts.items() if value is not None]
     changed = "changed" if things == "notifications" else "emitted"
-    moments = [
-        f"{word} {_shown(moment)}"
-        for word, moment in (("since", filter.since), ("before", filter.until))
-        if moment is not None
+    times = [
+        f"{name} {_shown(time)}"
+        for name, time in (("since", filter.since), ("before", filter.until))
+        if time is not None
     ]
-    first = said[:1]
-    told = "".join(f" {part}" for part in first) + "".join(f", {part}" for part in said[1:])
-    when = f"{',' if said else ''} {changed} {' and '.join(moments)}" if moments else ""
-    subject = f"{several}{things}" if several or told or when else f"all {things}"
-    return f"{subject}{told}{when}"
+    first = described[:1]
+    text = "".join(f" {part}" for part in first) + "".join(f", {part}" for part in described[1:])
+    when = f"{',' if described else ''} {changed} {' and '.join(times)}" if times else ""
+    subject = f"{several}{things}" if several or text or when else f"all {things}"
+    return f"{subject}{text}{when}"
 
 
-# --- inside --------------------------------------------------------------------------------------
+# --- helpers --------------------------------------------------------------------------------------
 
 
-def _text(values: Values, word: str) -> str | None:
-    given = list(dict.fromkeys(value for value in values(word) if value.strip()))
-    if len(given) > 1:
+def _text(values: Values, name: str) -> str | None:
+    found = list(dict.fromkeys(value for value in values(name) if value.strip()))
+    if len(found) > 1:
         raise ConfigurationError(
-            f"{word} has {len(given)} values, {briefly(given[0])} and {briefly(given[1])}; give {word} once"
+            f"{name} has {len(found)} values, {briefly(found[0])} and {briefly(found[1])}; use {name} only once"
         )
-    if not given:
+    if not found:
         return None
-    return given[0].strip() if word in _NAMES else given[0]
+    return found[0].strip() if name in _NAMES else found[0]
 
 
-def _moment(values: Values, word: str, now: datetime | None) -> datetime | None:
-    text = _text(values, word)
+def _time(values: Values, name: str, now: datetime | None) -> datetime | None:
+    text = _text(values, name)
     if text is None:
         return None
-    moment = parse_moment(text, now=now)
-    if moment is None:
-        raise ConfigurationError(f"{word} is {briefly(text)}; expected {EXPECTED_MOMENT}")
-    return moment
+    time = parse_time(text, now=now)
+    if time is None:
+        raise ConfigurationError(f"{name} is {briefly(text)}; expected {EXPECTED_TIME}")
+    return time
 
 
 def _quoted(value: object) -> str:
     return f"“{value}”"
 
 
-def _shown(moment: datetime) -> str:
-    """A moment, to the minute if there are no seconds."""
-    return f"{moment.isoformat(' ', 'seconds' if moment.second or moment.microsecond else 'minutes')} UTC"
+def _shown(time: datetime) -> str:
+    """Return a time, without seconds if they are zero."""
+    return f"{time.isoformat(' ', 'seconds' if time.second or time.microsecond else 'minutes')} UTC"

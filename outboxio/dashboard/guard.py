@@ -1,4 +1,4 @@
-"""The guard in front of all pages: the mount, the user, forms of other sites, and the headers of every answer."""
+"""The guard in front of all pages: mount path, authorization, CSRF protection, and response headers."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ HEADERS: Mapping[str, str] = {
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
 }
-"""The headers of every answer, unless the answer has the header."""
+"""The default headers of every response."""
 
 
 class Passed(Struct, frozen=True):
-    """What the guard found out about a request."""
+    """The result of the guard's checks, passed to the page."""
 
     access: Access
     csrf: str
@@ -60,7 +60,7 @@ class Guard:
         if scope["type"] != "http":
             return await send({"type": "websocket.close", "code": 1000})
         scope = below_mount(scope)
-        answer = _Answer(send, scope)
+        answer = _Response(send, scope)
         found = await self._found(Request(scope, receive))
         if isinstance(found, Access):
             scope[PASSED] = Passed(found, answer.csrf)
@@ -71,28 +71,28 @@ class Guard:
 
     async def _found(self, request: Request) -> Allowed:
         if _host_of(f"http://{request.headers.get('host', '')}") is None:
-            # Code that reads ``request.url`` would raise, such as the application's ``authorize``.
-            return PlainTextResponse("The header Host is invalid.\n", 400)
+            # Code that reads ``request.url``, such as an ``authorize`` function, would raise.
+            return PlainTextResponse("Invalid Host header.\n", 400)
         found = self._authorize(request)
         allowed = await found if inspect.isawaitable(found) else found
         if allowed is not None and not isinstance(allowed, Access | Response):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not be typed
             raise ConfigurationError(
-                f"authorize returned {briefly(allowed)}; expected an Access, None, or a response of Starlette"
+                f"authorize returned {briefly(allowed)}; expected an Access, None, or a Starlette response"
             )
         return allowed
 
 
-class _Answer:
-    """Adds headers, and the cookie with the token of the forms, to an answer."""
+class _Response:
+    """Adds headers and the CSRF cookie to a response."""
 
     def __init__(self, send: Send, scope: Scope) -> None:
         self._send = send
         self._scope = scope
-        self._given = _cookie(scope)
-        self.csrf = self._given or secrets.token_urlsafe(24)
+        self._received = _cookie(scope)
+        self.csrf = self._received or secrets.token_urlsafe(24)
 
     async def send(self, message: Message) -> None:
-        if message["type"] == "http.response.start" and self._given is None:
+        if message["type"] == "http.response.start" and self._received is None:
             self._headers(message).append("set-cookie", self._set_cookie())
         await self.send_without_cookie(message)
 
@@ -113,7 +113,7 @@ class _Answer:
 
 
 def refuse_other_sites(request: Request) -> None:
-    """Raise :class:`Refused` for a form of a different site: the browser says from where the form was sent."""
+    """Raise :class:`Refused` for a form that was sent from another site, according to the browser's headers."""
     site = request.headers.get("sec-fetch-site")
     if site is not None:
         is_own = site in ("same-origin", "none")
@@ -123,8 +123,8 @@ def refuse_other_sites(request: Request) -> None:
     if not is_own:
         raise Refused(
             403,
-            "The form was sent from a different site.",
-            "If this page stands behind a proxy, let the proxy pass the header Host on unchanged.",
+            "The form was sent from another site.",
+            "If the dashboard is behind a proxy, the proxy must pass on the Host header unchanged.",
         )
 
 
@@ -135,37 +135,36 @@ def _host_of(url: str) -> str | None:
         return None
 
 
-def refuse_wrong_token(given: str | None, expected: str) -> None:
+def refuse_wrong_token(received: str | None, expected: str) -> None:
     """Raise :class:`Refused` for a form without the token of this browser."""
-    if not hmac.compare_digest((given or "").encode(), expected.encode()):
+    if not hmac.compare_digest((received or "").encode(), expected.encode()):
         raise Refused(
             403,
-            "The form is too old: the browser has received a newer token since.",
+            "The form has expired: the browser has since received a newer token.",
             "Go back, reload the page, and send the form again.",
         )
 
 
 def below_mount(scope: Scope) -> Scope:
-    """The scope, with the whole path of the mount in ``root_path``, and with ``path`` beginning with ``root_path``.
+    """Return the scope with the whole mount path in ``root_path``, and a ``path`` that starts with ``root_path``.
 
-    Frameworks differ. Starlette and FastAPI keep the path of the mount in ``path``, and a proxy in front may have
-    removed the beginning. Litestar removes the mount from ``path``, leaves the mount out of ``root_path``, and adds a
-    slash at the end.
+    Frameworks differ. Starlette and FastAPI keep the mount path in ``path``, and a proxy may have removed its start.
+    Litestar removes the mount path from ``path``, does not add it to ``root_path``, and adds a trailing slash.
     """
     path, root = str(scope["path"]), str(scope.get("root_path", "")).rstrip("/")
-    asked = unquote((scope.get("raw_path") or b"").decode("latin-1").partition("?")[0]).rstrip("/")
-    removed = asked.removesuffix(path.rstrip("/"))
-    if asked and removed and removed != asked and path.rstrip("/") != asked:
+    full_path = unquote((scope.get("raw_path") or b"").decode("latin-1").partition("?")[0]).rstrip("/")
+    removed = full_path.removesuffix(path.rstrip("/"))
+    if full_path and removed and removed != full_path and path.rstrip("/") != full_path:
         root, below = removed if removed.startswith(root) else root + removed, path.rstrip("/")
-    elif asked and path == "/":
-        root, below = asked if asked.startswith(root) else root + asked, path
+    elif full_path and path == "/":
+        root, below = full_path if full_path.startswith(root) else root + full_path, path
     else:
         below = _without_end_of(root, path)
     return {**scope, "root_path": root, "path": root + (below or "/")}
 
 
 def _without_end_of(root: str, path: str) -> str:
-    """The path without the longest end of ``root`` with which the path begins."""
+    """Return the path without the longest end of ``root`` that it starts with."""
     parts = root.split("/")[1:]
     for start in range(len(parts)):
         end = "/" + "/".join(parts[start:])

@@ -1,4 +1,4 @@
-"""What pages and orders return, and how they are registered."""
+"""What pages and actions return, and how they are registered."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from outboxio.errors import ConfigurationError, DatabaseUnavailable, OutboxError
 from outboxio.support.log import log_of
 
 if TYPE_CHECKING:
-    from outboxio.dashboard.asked import Asked
     from outboxio.dashboard.filters import Fields
+    from outboxio.dashboard.page_request import PageRequest
 
 
 class View(Struct, frozen=True, kw_only=True):
-    """A page: facts, and the template that shows the facts.
+    """A page: facts, and the template that shows them.
 
     Example::
 
@@ -28,11 +28,11 @@ class View(Struct, frozen=True, kw_only=True):
     template: str
     title: str
     facts: object
-    """The template sees ``facts``, and ``?format=json`` answers the facts, encoded by msgspec."""
+    """The data of the template, and the response for ``?format=json``, encoded by msgspec."""
     shown: Mapping[str, object] = {}
-    """Further variables of the template, which are no facts: links, chosen values of a filter."""
+    """Additional template variables that are not facts, such as links and selected values of a filter."""
     refreshes: bool = True
-    """True if the script of the page refreshes the page now and again."""
+    """True if the script of the page refreshes it regularly."""
     status: int = 200
 
 
@@ -46,55 +46,55 @@ class Download(Struct, frozen=True, kw_only=True):
 
 
 class Done(Struct, frozen=True, kw_only=True):
-    """Where the browser goes: after an order, or from a page that leads to another."""
+    """A redirect, after an action or from one page to another."""
 
     location: str = ""
-    """A path below the mount, as ``asked.path_of`` returns it; empty for the page on which the form stood."""
+    """A path below the mount, as ``request.path_of`` returns it; empty for the page with the form."""
     operation: UUID | None = None
-    """The recorded order. The next page shows once what was done."""
+    """The recorded operation. The next page shows its result once."""
 
 
 class Refused(Exception):
-    """A page or an order refuses. ``status``: of HTTP. ``remedy``: what the user can do."""
+    """An error that a page or an action shows. ``status``: of HTTP. ``fix``: what the user can do."""
 
-    def __init__(self, status: int, message: str, remedy: str = "") -> None:
+    def __init__(self, status: int, message: str, fix: str = "") -> None:
         super().__init__(message)
         self.status = status
         self.message = message
-        self.remedy = remedy
+        self.fix = fix
 
 
-Page = Callable[["Asked"], Awaitable[View | Download | Done]]
-Ordered = Callable[["Asked", "Fields"], Awaitable[Done | View]]
+Page = Callable[["PageRequest"], Awaitable[View | Download | Done]]
+ActionFunction = Callable[["PageRequest", "Fields"], Awaitable[Done | View]]
 
 
 class Route(Struct, frozen=True):
-    """A page. ``path``: as Starlette understands it, with ``{name}`` or ``{name:path}``."""
+    """A page. ``path``: in Starlette's syntax, with ``{name}`` or ``{name:path}``."""
 
     name: str
     path: str
     function: Page
     right: str = "view"
     patience: float = 2.0
-    """The seconds after which the question is ended, and the page says so."""
+    """The seconds after which the query is cancelled, and the page reports a timeout."""
 
 
-class Order(Struct, frozen=True):
-    """A POST. The function gets the form, and returns :class:`Done`, or a :class:`View` that asks for confirmation."""
+class FormAction(Struct, frozen=True):
+    """A POST. The function takes the form, and returns :class:`Done`, or a :class:`View` that asks for confirmation."""
 
     name: str
     path: str
-    function: Ordered
+    function: ActionFunction
     right: str
 
 
-# --- from an error to a page that says the error, and the remedy ----------------------------------
+# --- error pages ----------------------------------------------------------------------------------
 
 
 logger = log_of(__name__)
 
-PATIENCE = 2.0  # seconds for the questions of a page
-ORDER_PATIENCE = 60.0  # seconds for an order that is carried out in the request
+PATIENCE = 2.0  # seconds for the queries of a page
+ACTION_PATIENCE = 60.0  # seconds for an operation that runs within the request
 
 
 class Fault(Struct, frozen=True):
@@ -102,35 +102,34 @@ class Fault(Struct, frozen=True):
 
     status: int
     error: str
-    remedy: str = ""
+    fix: str = ""
 
 
 def view_of(error: Exception, where: str, patience: float = PATIENCE) -> View:
-    """The page for an error. An unexpected error is logged. ``where``: the path, for the log."""
+    """Return the page for an error. Logs unexpected errors, with the path ``where``."""
     fault = _fault(error, patience)
     if fault.status == 500:
-        logger.log(logging.ERROR, "the page %s has failed", where, exc_info=error)
-    title = _TITLES.get(fault.status, "Something is wrong")
+        logger.log(logging.ERROR, "error in page %s", where, exc_info=error)
+    title = _TITLES.get(fault.status, "Error")
     return View(template="error.html", title=title, facts=fault, status=fault.status, refreshes=fault.status >= 503)
 
 
-_TITLES = {400: "The question cannot be answered", 403: "Not allowed", 404: "Not found", 405: "Not allowed here",
-           413: "Too large", 414: "Too large", 500: "The page has failed", 503: "No answer",
-           504: "Too slow"}  # fmt: skip
+_TITLES = {400: "Invalid request", 403: "Not allowed", 404: "Not found", 405: "Method not allowed", 413: "Too large",
+           414: "Too large", 500: "Internal error", 503: "Database unavailable", 504: "Timeout"}  # fmt: skip
 
 
 def _fault(error: Exception, patience: float) -> Fault:
     if isinstance(error, Refused):
-        return Fault(error.status, error.message, error.remedy)
+        return Fault(error.status, error.message, error.fix)
     if isinstance(error, TimeoutError):
         return Fault(
             504,
-            f"The database has not answered within {patience:.0f} s, and the question was ended.",
-            "Narrow the filter: a handler, a state, a shorter time. The page Shards shows how fast the database is.",
+            f"The database did not respond within {patience:.0f} s, and the query was cancelled.",
+            "Narrow the filter: a handler, a state, a shorter period. The page Shards shows how fast the database is.",
         )
     if isinstance(error, DatabaseUnavailable):
-        return Fault(503, _sentence(error), "The page asks again by itself. Events and notifications are safe in the "
-                     "database: work goes on when the database answers.")  # fmt: skip
+        return Fault(503, _sentence(error), "The page retries automatically. Events and notifications are safe in the "
+                     "database; processing continues when it is available again.")  # fmt: skip
     if isinstance(error, RightsMissing):
         return Fault(403, _sentence(error))
     if isinstance(error, SchemaError):
@@ -139,7 +138,7 @@ def _fault(error: Exception, patience: float) -> Fault:
         return Fault(400, _sentence(error))
     if isinstance(error, OutboxError):
         return Fault(500, _sentence(error))
-    return Fault(500, f"The page has failed: {type(error).__name__}.", "The log of the process has the traceback.")
+    return Fault(500, f"Unexpected error: {type(error).__name__}.", "See the log of the process for the traceback.")
 
 
 def _sentence(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""What the parts of a dispatcher share: one value, which each part gets first."""
+"""The core of a dispatcher, which all its parts share."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from outboxio.dispatch.state import Shared
 
 
 class Core(Shared, frozen=True):
-    """The state of a dispatcher, with the two parts that every other part uses."""
+    """The state of a dispatcher, with its scheduler and settler."""
 
     scheduler: Scheduler
     settler: Settler
 
     @classmethod
     def of(cls, shared: Shared) -> Core:
-        """The core of a new dispatcher."""
+        """Create the core of a new dispatcher."""
         return cls(**asdict(shared), scheduler=Scheduler(shared), settler=Settler(shared))

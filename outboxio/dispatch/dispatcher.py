@@ -1,25 +1,26 @@
 """Dispatch: due notifications -> handlers -> outcomes -> settled rows.
 
-Three things go on at the same time:
+Three things run concurrently:
 
-* ``find_once`` reads due rows into the queues of handlers (``finder.py``, ``intake.py``). Fan-out of the same
-  process gives fresh rows directly to the dispatcher.
-* Workers take runs from the queues, of each handler in turn, and call the handler (``scheduler.py``, ``workers.py``,
-  ``watchdog.py``).
+* ``find_once`` reads due rows into the queues of handlers (``finder.py``, ``intake.py``). Fan-out in the same
+  process hands fresh rows over directly.
+* Workers take runs from the queues, from each handler in turn, and call the handlers (``scheduler.py``,
+  ``workers.py``, ``watchdog.py``).
 * ``settle_once`` writes the outcomes, equal outcomes with one UPDATE (``settler.py``).
 
-The three meet in the core (``state.py``, ``core.py``): counts, queues, rows in flight, scheduler and settler. Each part
-gets the core, knows only earlier parts, and calls no later part::
+They share the core (``state.py``, ``core.py``): counts, queues, rows in flight, scheduler and settler. Each part gets
+the core, and uses only earlier parts::
 
-    state, scheduler, settler, core, watchdog, rests, limits, intake, workers, transfers, finder, handoffs, dispatcher
+    state, scheduler, settler, core, watchdog, circuit_breakers, limits, intake, workers, transfers, finder, handoffs,
+    dispatcher
 
-A slot that moves to another process is halted first: none of its rows starts any more, and what runs is settled
-(:meth:`Dispatcher.halt`). ``limits.py`` divides a limit of the whole cluster among slots, ``slots.py`` divides a read
-among slots and moves a backlog after the number of partitions was changed, and ``rests.py`` lets a handler rest while a
-service that the handler needs is away.
+A slot that moves to another process is halted first: none of its rows starts, and the active runs are settled
+(:meth:`Dispatcher.halt`). ``limits.py`` divides a cluster-wide limit among slots, ``slots.py`` divides a read among
+slots and moves a backlog after the partition count changed, and ``circuit_breakers.py`` pauses a handler while a
+service that it needs is unavailable.
 
-The rules by which a due row waits are in ``runs/``: ``ordering.py`` for order, priority and schedule, ``poison.py`` for
-rows that may end the process. The calls of handlers, and the verdicts on runs, are in ``invocation/``.
+The rules by which due rows wait are in ``runs/``: ``ordering.py`` for ordering, priority and schedules, ``poison.py``
+for rows that may crash the process. ``runs/`` also calls the handlers and determines the outcomes of runs.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ from datetime import datetime
 from typing import Any
 from uuid import UUID
 
+from outboxio.dispatch.circuit_breakers import CircuitBreakers
 from outboxio.dispatch.core import Core
 from outboxio.dispatch.finder import Finder, Handoffs
 from outboxio.dispatch.intake import Intake
 from outboxio.dispatch.limits import TotalLimits
 from outboxio.dispatch.rates import Rates
-from outboxio.dispatch.rests import Rests
 from outboxio.dispatch.scheduler import JobTransactions
 from outboxio.dispatch.state import shared_of
-from outboxio.dispatch.watchdog import Sickness, StuckRun, Watchdog
+from outboxio.dispatch.watchdog import StallDetector, StuckRun, Watchdog
 from outboxio.dispatch.workers import WorkerPool
 from outboxio.errors import CancelledByOperator
 from outboxio.loops.loop import RoundResult, Signals
@@ -56,7 +57,7 @@ from outboxio.storage.protocols import PartitionCount, Pause
 from outboxio.support.clock import as_micros
 from outboxio.support.duration import pause_after
 
-TRIES_TO_SETTLE = 5  # of a drain, within about three seconds
+TRIES_TO_SETTLE = 5  # in a drain, within about three seconds
 
 
 class Dispatcher:
@@ -75,10 +76,10 @@ class Dispatcher:
         self._cursors = core.in_flight.cursors
         self._state, self._settler = core.state, core.settler
         self._pauses: dict[str, Pause] | None = None
-        self._watchdog, self._rests, self._limits = Watchdog(core), Rests(core), TotalLimits(core)
+        self._watchdog, self._circuits, self._limits = Watchdog(core), CircuitBreakers(core), TotalLimits(core)
         self._rates = Rates(core)
         self._intake = intake = Intake(core)
-        self._workers = WorkerPool(core, intake, self._watchdog, self._rests)
+        self._workers = WorkerPool(core, intake, self._watchdog, self._circuits)
         self._gate = AdmissionGate(
             core.in_flight.keys,
             KeyRows(setup.namespace, setup.database.ordering, setup.clock, core.unblocked),
@@ -87,14 +88,14 @@ class Dispatcher:
         self._finder = Finder(core, intake, self._gate)
         self.transfers = self._finder.transfers
         self._handoffs = Handoffs(core, intake, self._finder)
-        self._sickness = Sickness(core)
+        self._stall_detector = StallDetector(core)
 
     @property
     def counters(self) -> Counters:
         return self._state.counters
 
     def running(self) -> list[tuple[str, asyncio.Task[None] | None]]:
-        """The names and tasks of the handlers that run. Any thread may ask."""
+        """Names and tasks of the running handlers. Thread-safe."""
         return [(run.queue.handler.name, run.task) for run in self._watchdog.runs]
 
     def cancel(self, id: UUID, error: CancelledByOperator) -> Run | str | None:
@@ -107,7 +108,7 @@ class Dispatcher:
         return self._core.in_flight.rows
 
     def stuck_runs(self) -> list[StuckRun]:
-        """The stuck runs that still go on."""
+        """The stuck runs that have not ended."""
         return self._watchdog.stuck_runs()
 
     @property
@@ -120,7 +121,7 @@ class Dispatcher:
     # --- slots and pauses ----------------------------------------------------------------------
 
     def take(self, slot: Slot, lease: Lease) -> None:
-        """This process holds the lock of a slot now."""
+        """Start to read a slot whose lock this process has acquired."""
         self._cursors.takes += 1
         handler = self._handlers.find(slot.handler_name)
         if handler is not None:
@@ -129,19 +130,19 @@ class Dispatcher:
             cursor.in_flight = self._core.in_flight.count(slot)
             self._core.guard.taken(cursor)
             if (gate := cursor.queue.quota.gate) is not None:
-                gate.begin_anew()
+                gate.reset()
             self._gate.stranded.sweep_soon()
             self._opened(cursor)
 
     def lose(self, slot: Slot) -> None:
-        """The lock of a slot is lost: start none of its rows. The fence judges the runs under way."""
+        """Start no more rows of a slot whose lock is lost. The fence accepts or rejects the runs in progress."""
         cursor = self._cursors.lose(slot)
         if cursor is not None:
             self._core.guard.lost(slot)
             self._closed(cursor)
 
     def halt(self, slot: Slot) -> None:
-        """Start no more rows of a slot, which is to move to another process. Ready rows of the slot are given back.
+        """Start no more rows of a slot that is about to move to another process. Its ready rows are released.
 
         ``signals.locks`` is set as soon as :meth:`in_flight` of the slot is 0. No other slot is delayed.
         """
@@ -152,16 +153,16 @@ class Dispatcher:
                 self._state.signals.locks.set()
 
     def resume(self, slot: Slot) -> None:
-        """Run the rows of a halted slot again: the slot stays with this process."""
+        """Run the rows of a halted slot again, because it stays in this process."""
         cursor = self._cursors.resume(slot)
         if cursor is not None:
             self._opened(cursor)
 
     def in_flight(self, slot: Slot) -> int:
-        """The rows of a slot that are in flight; with 0 the lock of a halted slot may be given back.
+        """Return how many rows of a slot are in flight. At 0 the lock of a halted slot may be released.
 
-        With ``total_concurrency`` the result is above 0 while more runs of the handler go on than this process may have
-        without the slot.
+        With ``total_concurrency`` the result is above 0 while more runs of the handler are active than this process may
+        have without the slot.
         """
         cursor = self._cursors.find(slot)
         if cursor is None:
@@ -169,76 +170,76 @@ class Dispatcher:
         return cursor.in_flight or self._limits.excess(cursor)
 
     def _opened(self, cursor: HandlerCursor) -> None:
-        self._heed_pauses_of(cursor)
+        self._apply_pauses_of(cursor)
         self._limits.apply()
-        self._finder.rehoming.want(cursor.slot)
-        self._finder.waking.want(cursor.slot)
+        self._finder.rehashing.request(cursor.slot)
+        self._finder.waking.request(cursor.slot)
         self._state.signals.find.set()
 
     def _closed(self, cursor: HandlerCursor) -> None:
-        self._finder.rehoming.forget(cursor.slot)
+        self._finder.rehashing.forget(cursor.slot)
         self._finder.waking.forget(cursor.slot)
         self._intake.drop(cursor)
         self._limits.apply()
 
-    def heed_partitions(self, counts: Mapping[str, PartitionCount]) -> None:
-        """Take in the numbers of partitions by stored handler name. A name that is missing has a single partition."""
-        changed = self._core.partitions.heed(counts)
+    def apply_partition_counts(self, counts: Mapping[str, PartitionCount]) -> None:
+        """Apply the partition counts by stored handler name. A missing name has one partition."""
+        changed = self._core.partitions.apply(counts)
         if not changed:
             return
-        self._limits.heed_partitions()
+        self._limits.apply_partition_counts()
         for cursor in self._cursors:
             if cursor.slot.handler_name in changed:
-                self._finder.rehoming.want(cursor.slot)
+                self._finder.rehashing.request(cursor.slot)
                 if (gate := cursor.queue.quota.gate) is not None:
-                    gate.begin_anew()
+                    gate.reset()
         self._state.signals.find.set()
 
     def waiting_names(self, since: datetime) -> set[str]:
-        """The stored handler names with ready rows that have been due since a time, and only wait for a free run."""
+        """Return the handler names with ready rows that have been due since a time and only wait for capacity."""
         return {
             queue.ready[0].notification.handler_name
             for queue in self._core.queues
             if queue.ready
-            and queue.quota.rest is None
+            and queue.quota.circuit is None
             and not queue.is_rate_limited
             and queue.ready[0].notification.next_retry_at < since
         }
 
     def first_lease(self, handler_name: str) -> Lease | None:
-        """The lease of partition 0 of a stored handler name, if this process owns the partition."""
+        """Return the lease of partition 0 of a stored handler name, if this process holds it."""
         cursor = self._cursors.by_slot.get((handler_name, 0))
         return None if cursor is None else cursor.lease
 
-    def is_sick(self, now: float) -> bool:
-        """True if this process holds slots, and runs nothing. ``now``: the event loop's clock."""
-        return self._sickness.is_sick(now)
+    def is_stalled(self, now: float) -> bool:
+        """Return True if this process is stalled. ``now``: event loop time."""
+        return self._stall_detector.is_stalled(now)
 
-    def trust_until(self, moment: float) -> None:
-        """Start no run after this moment of the event loop's clock, unless the locks are proven anew."""
-        self._state.proven_until = moment
+    def trust_until(self, until: float) -> None:
+        """Start no run after ``until`` (event loop time), unless the locks are proven again."""
+        self._state.proven_until = until
 
-    def heed_pauses(self, pauses: Iterable[Pause]) -> None:
+    def apply_pauses(self, pauses: Iterable[Pause]) -> None:
         """Start no run of a paused handler. The retention of rows that waited begins when the pause ends."""
         self._pauses = {pause.handler_name: pause for pause in pauses}
         for cursor in self._cursors:
             was_paused = cursor.is_paused
-            self._heed_pauses_of(cursor)
+            self._apply_pauses_of(cursor)
             if cursor.is_paused and not was_paused:
                 self._intake.drop(cursor)
             elif was_paused and not cursor.is_paused:
                 self._state.signals.find.set()
 
-    def heed_beginnings(self, beginnings: Mapping[str, datetime]) -> None:
-        """Skip events from before a handler's beginning. ``beginnings``: the moments by handler name."""
+    def apply_start_dates(self, start_dates: Mapping[str, datetime]) -> None:
+        """Skip events before the start dates of handlers, given by handler name."""
         for queue in self._queues.values():
-            queue.beginning = beginnings.get(queue.handler.name)
+            queue.start_date = start_dates.get(queue.handler.name)
 
     @property
     def knows_pauses(self) -> bool:
         return self._pauses is not None
 
-    def _heed_pauses_of(self, cursor: HandlerCursor) -> None:
+    def _apply_pauses_of(self, cursor: HandlerCursor) -> None:
         if self._pauses is None:
             return  # the cursor counts as paused until the pauses are known
         names = cursor.queue.handler.names
@@ -249,7 +250,7 @@ class Dispatcher:
     # --- rounds --------------------------------------------------------------------------------
 
     def find_once(self) -> Coroutine[Any, Any, RoundResult]:
-        """Read due rows for every slot that has room, at most about a batch of rows."""
+        """Read due rows for every slot with free capacity, at most about a batch."""
         return self._finder.find_once()
 
     def settle_once(self) -> Coroutine[Any, Any, RoundResult]:
@@ -257,25 +258,25 @@ class Dispatcher:
         return self._settler.settle_once()
 
     def handoff(self) -> Handoff | None:
-        """The handoff for a fan-out round of this process; ``None`` if no handler can take fresh rows."""
+        """Return the handoff for a fan-out round of this process; ``None`` if no handler can take fresh rows."""
         return self._handoffs.offer()
 
     def sweep_soon(self) -> bool:
-        """Make the next reads sweeps; True if a last read did not start at the beginning of the index."""
+        """Make the next reads sweeps; return True if a last read did not start at the beginning of the index."""
         return self._finder.sweep_soon()
 
     def sweep_all(self) -> None:
-        """A stuck run has ended. Its rows lie behind the scan position, and the last sweep may have left them out."""
+        """Sweep all slots, because the rows of a stuck run that has ended are behind the scan positions."""
         self._finder.sweep_all()
         self._state.signals.find.set()
 
     def sweep_stranded_keys(self) -> None:
-        """An operator, a process or retention may have ended rows: find the rows that have waited for the end."""
-        self._gate.stranded.want_sweep()
+        """Find rows that waited for rows that an operator, another process or retention may have ended."""
+        self._gate.stranded.request_sweep()
         self._state.signals.find.set()
 
     def sweep_moved(self) -> None:
-        """Another process has unblocked or moved rows after a change of the number of partitions."""
+        """Find rows that another process has unblocked or moved after a partition count changed."""
         self._finder.sweep_names(self._core.partitions.unsettled())
         self._state.signals.find.set()
 
@@ -287,17 +288,17 @@ class Dispatcher:
     # --- draining ------------------------------------------------------------------------------
 
     async def run_once(self) -> RoundResult:
-        """Find, run and settle a batch; returns when all of the batch is settled."""
+        """Find, run and settle a batch. Returns when all of it is settled."""
         found = await self._finder.find_once()
         await self.finish()
         return found
 
     def flush(self) -> bool:
-        """Call batch handlers with the rows that have gathered; True if there were any."""
+        """Call batch handlers with the gathered rows; return True if there were any."""
         return self._intake.flush()
 
     async def finish(self) -> None:
-        """Wait until every ready row has run and is settled. A write that fails is tried again, at most five times."""
+        """Wait until every ready row has run and is settled. A failed write is retried, at most five times."""
         failures = 0
         while True:
             await self._state.quiet.wait()
@@ -323,7 +324,7 @@ class Dispatcher:
     # --- stopping ------------------------------------------------------------------------------
 
     async def stop(self, grace: float) -> None:
-        """Start no more runs, wait ``grace`` seconds for the runs under way, cancel the rest, write every outcome.
+        """Start no more runs, wait ``grace`` seconds for the active ones, cancel the others, and write every outcome.
 
         Raises :class:`ShutdownError` if outcomes could not be written in time.
         """
@@ -343,6 +344,14 @@ class Dispatcher:
                     self._watchdog.keep(run)
         self._watchdog.report_stuck()
         await self._settler.settle_all(max(deadline, loop.time() + min(grace, LONGEST_GRACE)), patience=LONGEST_GRACE)
-        for part in (self._settler, self._watchdog, self._finder, self._intake, self._limits, self._rests, self._rates):
+        for part in (
+            self._settler,
+            self._watchdog,
+            self._finder,
+            self._intake,
+            self._limits,
+            self._circuits,
+            self._rates,
+        ):
             part.stop_timer()
         self._state.find_alarm.cancel()

@@ -1,7 +1,7 @@
 """Rows in flight: found or handed over by this process, and not yet settled.
 
-The database knows no claim. This process reads only the slots of which it holds the cluster lock, so this memory alone
-keeps a row from being started twice (decision 2).
+Due rows are not claimed in the database. This process only reads slots whose cluster lock it holds, so this in-memory
+record alone prevents a row from being started twice (decision 2).
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ class InFlight:
     def __init__(
         self, cursors: Cursors, keys: KeyQueues, finding: asyncio.Lock, *, has_halted: Callable[[], None]
     ) -> None:
-        """``keys`` hears of each row of a handler that needs admission; ``finding`` is held while rows are read.
+        """``keys`` is notified of each row of a handler that needs admission; ``finding`` is held while rows are read.
 
         ``has_halted`` is called when a halted slot has no row in flight any longer.
         """
         self.rows: dict[UUID, Run] = {}
         self.cursors = cursors
         self.keys = keys
-        self.settled_meanwhile: set[UUID] = set()
-        """Rows that left during the present read, which may still see them as they were before."""
+        self.settled_during_read: set[UUID] = set()
+        """Rows that were settled during the current read, which may still show them as due."""
         self.handoff: Handoff | None = None
-        """The handoff of the fan-out round under way, if there is one."""
+        """The handoff of the current fan-out round, if any."""
         self._finding = finding
         self._has_halted = has_halted
 
     def add(self, runs: list[Run], cursor: HandlerCursor) -> list[Run]:
-        """Rows of a slot were found; those that were not in flight."""
+        """Add found rows of a slot; return those that were not in flight yet."""
         present = list(map(self.rows.setdefault, map(_id_of, runs), runs))
         if present != runs:
             runs = list(compress(runs, map(is_, runs, present)))
@@ -54,16 +54,16 @@ class InFlight:
         return runs
 
     def release(self, run: Run) -> None:
-        """Forget a row that was not settled: a later read finds the row again."""
+        """Remove an unsettled row, which a later read finds again."""
         self.forget([run.notification.id])
 
     def forget(self, ids: Sequence[UUID]) -> None:
-        """Rows are settled, or given back."""
+        """Remove rows that were settled or released."""
         runs = list(filter(None, map(self.rows.pop, ids, repeat(None))))
         if len(runs) < len(ids):
             ids = list(map(_id_of, runs))
         if self._finding.locked():
-            self.settled_meanwhile.update(ids)
+            self.settled_during_read.update(ids)
         if self.handoff is not None:
             self.handoff.settled.update(ids)
         for slot, number in Counter(map(_slot_of, runs)).items():
@@ -76,7 +76,7 @@ class InFlight:
             self.keys.left(run)
 
     def _left_halted(self, slot: tuple[str, int], number: int) -> None:
-        """Rows of a slot that is not read have left. The slot may be halted, or its lock may be lost."""
+        """Account for removed rows of a slot that is halted or whose lock is lost."""
         cursor = self.cursors.halted.get(slot)
         if cursor is not None:
             cursor.in_flight -= number
@@ -84,5 +84,5 @@ class InFlight:
                 self._has_halted()
 
     def count(self, slot: Slot) -> int:
-        """How many rows of a slot are in flight."""
+        """Return how many rows of a slot are in flight."""
         return sum(slot.holds(run.notification) for run in self.rows.values())

@@ -1,13 +1,13 @@
-"""Limits for the whole cluster: ``total_concurrency``, without a write.
+"""Cluster-wide limits (``total_concurrency``), without a write.
 
-The runs of a handler are divided among its slots: partition ``i`` of ``n`` has ``total // n`` runs, and one more if
-``i < total % n``. A process may have as many runs as its slots have in sum. Each slot has a single holder, and moves
+The limit of a handler is divided among its slots: partition ``i`` of ``n`` has ``total // n`` runs, and one more if
+``i < total % n``. A process may have as many runs as its slots have together. Each slot has a single holder, and moves
 only when the runs of its holder fit into the remaining slots. So all processes together keep to the limit, with two
-exceptions: the runs of a process that froze and was replaced, and runs that began before a change of the number of
-partitions and take longer than two heartbeats.
+exceptions: the runs of a suspended process that was replaced, and runs that began before the partition count changed
+and take longer than two heartbeats.
 
-Two processes may know different numbers of partitions for a while. So a share that becomes larger, as the share of a
-new partition does, counts only after two heartbeats: until then another process may still use the runs.
+Two processes may know different partition counts for a while. So a share that grows, such as that of a new partition,
+counts only after two heartbeats, because until then another process may still use these runs.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from outboxio.model.lock_name import Slot
 from outboxio.runs.cursor import HandlerCursor
 from outboxio.runs.handler_queue import HandlerQueue
 
-HEARTBEATS = 2  # until every process knows a number of partitions, or has lost its locks
+HEARTBEATS = 2  # until every process knows a new partition count, or has lost its locks
 
 
 class TotalLimits:
-    """The limits of the handlers with ``total_concurrency``, in this process."""
+    """The limits of handlers with ``total_concurrency`` in this process."""
 
     def __init__(self, core: Core) -> None:
         self._queues = [queue for queue in core.queues if queue.spec.total is not None]
@@ -35,14 +35,14 @@ class TotalLimits:
         self._partitions = core.partitions
         self._scheduler = core.scheduler
         self._former: dict[HandlerQueue, list[tuple[Mapping[str, int], float]]] = {}
-        """Numbers of partitions by which another process may still go, each with the moment at which that is over."""
+        """Partition counts that another process may still apply, each with the time when it no longer can."""
         self._known: dict[HandlerQueue, Mapping[str, int]] = {}
         self._timer: asyncio.TimerHandle | None = None
 
     # --- changes -------------------------------------------------------------------------------
 
-    def heed_partitions(self) -> None:
-        """The numbers of partitions are known, or were changed."""
+    def apply_partition_counts(self) -> None:
+        """Apply new partition counts."""
         for queue in self._queues:
             numbers = {name: self._partitions.active(name) for name in queue.spec.names}
             known = self._known.get(queue) or dict.fromkeys(queue.spec.names, 1)
@@ -52,16 +52,16 @@ class TotalLimits:
         self.apply()
 
     def _over_at(self, known: Mapping[str, int], numbers: Mapping[str, int]) -> float:
-        """When no process goes by the numbers any longer that this process has known so far."""
+        """Return when no process can still use the counts that this process has known so far."""
         changed = [name for name in numbers if numbers[name] != known[name]]
-        rest = self._patience
+        remaining = self._patience
         if all(numbers[name] > known[name] for name in changed):
             counts = [self._partitions.find(name) for name in changed]
-            rest -= self._clock() - max(count.changed_date for count in counts if count is not None)
-        return asyncio.get_running_loop().time() + rest.total_seconds()
+            remaining -= self._clock() - max(count.changed_date for count in counts if count is not None)
+        return asyncio.get_running_loop().time() + remaining.total_seconds()
 
     def apply(self) -> None:
-        """A slot was taken, lost, halted or resumed, or numbers were changed: compute the limits anew."""
+        """Recompute the limits after a slot was acquired, lost, halted or resumed, or a count changed."""
         if not self._queues:
             return
         now, next_change = asyncio.get_running_loop().time(), float("inf")
@@ -82,18 +82,18 @@ class TotalLimits:
             self._timer.cancel()
             self._timer = None
 
-    # --- giving slots back ---------------------------------------------------------------------
+    # --- releasing slots -----------------------------------------------------------------------
 
     def excess(self, cursor: HandlerCursor) -> int:
-        """How many runs have to end until a slot without rows in flight may be given back, at least.
+        """Return how many runs must end before a slot without rows in flight may be released.
 
-        Several such slots may be given back together, so the runs have to fit into the remaining slots.
+        Several such slots may be released together, so the runs have to fit into the remaining slots.
         """
         queue = cursor.queue
         if queue.spec.total is None or not queue.running:
             return 0
         if cursor.slot not in self._cursors.halted:
-            return 1  # until the slot is halted, further runs may start within the share of the slot
+            return 1  # until the slot is halted, more runs may start within its share
         running, excess = len(queue.running), 0
         queue.quota.gives_back_at = -1
         kept = self._sum(queue, [other.slot for other in self._cursors.of(queue)])
@@ -120,12 +120,12 @@ class TotalLimits:
 
 
 def share_of(slot: Slot, numbers: Mapping[str, int], total: int) -> int:
-    """How many of ``total`` runs a slot has. ``numbers``: the partitions of each stored name of the handler.
+    """Return how many of ``total`` runs a slot has. ``numbers``: the partition count of each name of the handler.
 
-    A partition that the numbers do not have has no run.
+    A partition beyond the count has none.
     """
     if slot.partition >= numbers.get(slot.handler_name, 0):
         return 0
-    place = sum(number for name, number in numbers.items() if name < slot.handler_name) + slot.partition
+    index = sum(number for name, number in numbers.items() if name < slot.handler_name) + slot.partition
     least, more = divmod(total, sum(numbers.values()))
-    return max(1, least + (place < more))
+    return max(1, least + (index < more))

@@ -1,17 +1,17 @@
 """Rates: ``rate=`` of a handler, for the whole cluster or for each ordering key (decision 77).
 
-A gate decides whether the next run of a handler may start. While a gate is closed, the limit of the queue is 0, so the
-queue takes no turns. A timer opens the gate. Rows that wait stay ready in memory up to the window of the handler, and
-in the database beyond.
+A gate decides whether the next run of a handler may start. While it is closed, the limit of the queue is 0, so the
+queue takes no turns. A timer opens the gate. Waiting rows stay ready in memory up to the window of the handler, and
+in the database beyond that.
 
-For the whole cluster: the starts of a handler lie on one time line, an interval apart, whose position is a row of the
-table ``rates``. A process reserves the next few starts with one statement: about those of 0.25 s times its part of the
-partitions, and fewer if fewer rows are ready or if the starts reserved before were not used. A reserved start may be
-used up to ``burst`` intervals late, at most 0.5 s after it was reserved, and lapses then. So no window has more runs
-than the rate and the burst allow, and a process that dies takes along only the starts that it had reserved.
+For the whole cluster: the starts of a handler are an interval apart, and a row of the table ``rates`` has the time of
+the next one. A process reserves the next few starts with one statement: its share, by partitions, of the starts of
+0.25 s, or fewer if fewer rows are ready or earlier reservations were not used. A reserved start may be used up to
+``burst`` intervals late, but at most 0.5 s after the reservation, and then expires. So no period has more runs than
+the rate and the burst allow, and a process that crashes loses only its reserved starts.
 
-For each ordering key: a key has one owner, so its next start is a number in the memory of the owner. Where a slot is
-taken, the burst of all keys begins at zero, because the former owner may have used it up.
+For each ordering key: a key has one owner, which keeps the next start of the key in memory. When a slot is acquired,
+no key has a burst, because the previous owner may have used it up.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from outboxio.support.log import log_of
 
 logger = log_of(__name__)
 
-AHEAD = 0.25  # seconds of the rate that all processes together reserve
-LAPSE = 0.5  # seconds after which an unused start lapses, at most
-SHORTEST = 0.001  # seconds that rows are held back, at least
-LATENCY = 0.25  # of the burst: how late the first of the reserved starts may be used
-MOST_KEYS = 10_000  # keys in memory before those with a full burst are forgotten
+AHEAD = 0.25  # seconds of starts that all processes together reserve
+LAPSE = 0.5  # seconds after which an unused start expires, at most
+SHORTEST = 0.001  # minimum seconds that rows are delayed
+LATENCY = 0.25  # share of the burst within which the first reserved start may be used late
+MOST_KEYS = 10_000  # keys in memory, above which those with a full burst are dropped
 
 
 class Gate(ABC):
-    """Decides when the runs of a handler start. The times are those of the event loop's clock."""
+    """Decides when the runs of a handler start. Times are event loop times."""
 
     def __init__(self, core: Core, queue: HandlerQueue, rate: Rate) -> None:
         self._core = core
@@ -47,26 +47,26 @@ class Gate(ABC):
         self._interval = rate.interval
         self._burst = rate.most_at_once
         self.is_closed = False
-        """True until a timer or the answer of the database opens the gate: the limit of the queue is 0."""
+        """True until a timer or the database result opens the gate. Meanwhile the limit of the queue is 0."""
         self._held_back_at = float("-inf")
         self._timer: asyncio.TimerHandle | None = None
 
     @property
     def holds_back(self) -> bool:
-        """True if ready rows wait for the rate, now or within the last second."""
+        """True if the rate limit has delayed ready rows, now or within the last second."""
         return bool(self._queue.ready) and asyncio.get_running_loop().time() - self._held_back_at < 1.0
 
     @abstractmethod
     def may_start(self) -> bool:
-        """True if a ready run may start now. Otherwise the gate closes, and opens by itself."""
+        """Return True if a ready run may start now. Otherwise the gate closes, and opens again by itself."""
 
     @abstractmethod
     def take(self) -> Run:
         """Take the ready run for which :meth:`may_start` was true."""
 
     @abstractmethod
-    def begin_anew(self) -> None:
-        """A slot was taken, or the number of partitions was changed: another process may have started runs."""
+    def reset(self) -> None:
+        """Called when a slot was acquired or the partition count changed: another process may have started runs."""
 
     def stop(self) -> None:
         """The dispatcher stops."""
@@ -78,7 +78,7 @@ class Gate(ABC):
         self._queue.allow(self._queue.quota.allowed)
 
     def _close_until(self, time: float) -> None:
-        """Hold the ready rows back until a time."""
+        """Delay the ready rows until a time."""
         self._held_back_at = max(time, self._held_back_at)
         self._close()
         self._timer = asyncio.get_running_loop().call_at(time, self._open)
@@ -96,11 +96,11 @@ class ClusterGate(Gate):
     def __init__(self, core: Core, queue: HandlerQueue, rate: Rate) -> None:
         super().__init__(core, queue, rate)
         self._next = 0.0
-        """The first reserved start that was not used."""
+        """The first unused reserved start."""
         self._left = 0
         self._got_at = 0.0
         self._most = float("inf")
-        """How many starts to reserve, at most: twice as many as were used of the last."""
+        """The maximum number of starts to reserve: twice as many as were used of the last reservation."""
         self._used = 0
         self._failures = 0
         self._reserving: asyncio.Task[None] | None = None
@@ -126,7 +126,7 @@ class ClusterGate(Gate):
         self._used += 1
         return self._queue.ready.popleft()
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """Do nothing: the row counts the starts of all processes."""
 
     def stop(self) -> None:
@@ -135,7 +135,7 @@ class ClusterGate(Gate):
             self._reserving.cancel()
 
     async def _reserve(self) -> None:
-        """Reserve the next starts. After an error, try again until the dispatcher stops."""
+        """Reserve the next starts. After an error, retry until the dispatcher stops."""
         core, loop, queue = self._core, asyncio.get_running_loop(), self._queue
         if self._got_at:
             self._most = max(1, 2 * self._used)
@@ -150,7 +150,7 @@ class ClusterGate(Gate):
             self._failures += 1
             logger.log(
                 logging.WARNING if self._failures == 1 else logging.DEBUG,
-                "handler %r waits, because its rate could not be read: %s", queue.handler.name, error,
+                "handler %r paused: its rate limit could not be read: %s", queue.handler.name, error,
                 handler=queue.handler.name,
             )  # fmt: skip
             self._timer = loop.call_later(pause_after(self._failures), self._open)
@@ -165,7 +165,7 @@ class ClusterGate(Gate):
             self._open()
 
     def _part(self) -> float:
-        """The part of the handler's partitions that this process has."""
+        """Return the fraction of the handler's partitions that this process holds."""
         core, queue = self._core, self._queue
         held = len(core.in_flight.cursors.of(queue))
         return held / max(held, sum(core.partitions.active(name) for name in queue.spec.names), 1)
@@ -177,12 +177,12 @@ class KeyGate(Gate):
     def __init__(self, core: Core, queue: HandlerQueue, rate: Rate) -> None:
         super().__init__(core, queue, rate)
         self._next: dict[str | None, float] = {}
-        """The next start of each key by the rate alone, without the burst."""
+        """The next start of each key without the burst."""
         self._first = 0.0
-        """The first start of a key that is not known."""
-        self._place = 0
+        """The first start of an unknown key."""
+        self._index = 0
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         self._first = asyncio.get_running_loop().time() + self._burst * self._interval
         for key, time in self._next.items():
             self._next[key] = max(time, self._first)
@@ -190,10 +190,10 @@ class KeyGate(Gate):
     def may_start(self) -> bool:
         now = asyncio.get_running_loop().time()
         early, soonest = now + (self._burst - 1) * self._interval, float("inf")
-        for place, run in enumerate(self._queue.ready):
+        for index, run in enumerate(self._queue.ready):
             time = self._next.get(run.key, self._first)
             if time <= early:
-                self._place = place
+                self._index = index
                 return True
             soonest = min(soonest, time)
         self._close_until(now + soonest - early)
@@ -201,8 +201,8 @@ class KeyGate(Gate):
 
     def take(self) -> Run:
         ready, now = self._queue.ready, asyncio.get_running_loop().time()
-        run = ready[self._place]
-        del ready[self._place]
+        run = ready[self._index]
+        del ready[self._index]
         key = run.key
         self._next[key] = max(self._next.get(key, self._first), now) + self._interval
         if len(self._next) > MOST_KEYS:
@@ -211,7 +211,7 @@ class KeyGate(Gate):
 
 
 class Rates:
-    """The gates of the handlers with a rate."""
+    """The gates of the handlers with a rate limit."""
 
     def __init__(self, core: Core) -> None:
         self._gates: list[Gate] = []

@@ -21,16 +21,16 @@ from collections.abc import Sequence
 from outboxio.dispatch.state import Shared
 from outboxio.runs.handler_queue import HOOKS_AHEAD, HandlerQueue
 from outboxio.runs.run import STUCK, HookRun, Run
-from outboxio.runs.transaction_shares import Claim, Shares
+from outboxio.runs.transaction_shares import Shares, TransactionShare
 
-LONGEST_TURN = 0.2  # seconds that a queue waits for a worker before the queue goes ahead of queues of higher priority
-MOST_CALLED = 8  # workers that are on the way to a run at the same time
+LONGEST_TURN = 0.2  # seconds that a queue waits for a worker before it precedes queues of higher priority
+MOST_CALLED = 8  # workers that are woken at the same time
 
 
 class Turns:
     """Queues with ready runs. Queues of a lower priority number come first, queues of equal priority take turns.
 
-    A queue that has waited for 0.2 s comes before all queues that have waited for a shorter time, so no queue starves.
+    A queue that has waited for 0.2 s precedes all queues that have waited for less time, so no queue starves.
     """
 
     def __init__(self) -> None:
@@ -61,11 +61,11 @@ class Scheduler:
     def __init__(self, shared: Shared) -> None:
         queues = shared.queues
         self.hooks_came = False
-        """True if hook runs may start that could not start when hooks were called last."""
+        """True if hook runs may start that could not start before."""
         self.idle: list[asyncio.Future[bool]] = []
-        """One future for each worker that waits; True wakes the worker, False ends the worker."""
+        """A future for each waiting worker; True wakes the worker, False ends it."""
         self.called = 0
-        """Workers that were woken and have not begun yet."""
+        """Workers that were woken and have not resumed yet."""
         self._state = shared.state
         self._concurrency = shared.setup.settings.concurrency
         self.transactions = _divide(shared.setup.database.handler_transactions, queues)
@@ -76,7 +76,7 @@ class Scheduler:
         self.runnable: deque[HandlerQueue] | Turns = Turns() if has_priorities else deque()
         """The queues with ready runs."""
         self._short: dict[HandlerQueue, float] = {}
-        """The queues that wait for a transaction, each with the moment at which the wait began."""
+        """The queues that wait for a transaction, each with the time when the wait began."""
         self._held_back: list[HandlerQueue] = []
         """The queues that wait for a worker beyond their share."""
         self._lanes: deque[HandlerQueue] = deque()
@@ -91,7 +91,7 @@ class Scheduler:
             self.wake(min(max(1, running), MOST_CALLED) - self.called)
 
     def wake(self, number: int) -> int:
-        """Wake so many idle workers, at most; how many are lacking."""
+        """Wake up to ``number`` idle workers; return how many are missing."""
         while number > 0 and self.idle:
             waiter = self.idle.pop()
             if not waiter.done():
@@ -101,7 +101,7 @@ class Scheduler:
         return number
 
     def end_idle(self) -> None:
-        """End the workers that wait. The busy workers end after the present run."""
+        """End the waiting workers. Busy workers end after their current run."""
         for waiter in self.idle:
             if not waiter.done():
                 waiter.set_result(False)
@@ -109,13 +109,13 @@ class Scheduler:
     # --- runs of handlers ----------------------------------------------------------------------
 
     def enlist(self, queue: HandlerQueue) -> None:
-        """Let a queue take turns while the queue has a run to start."""
+        """Let a queue take turns while it has a run to start."""
         if not queue.is_listed and queue.ready and len(queue.running) < queue.limit:
             queue.is_listed = True
             self.runnable.append(queue)
 
     def next_run(self) -> Run | None:
-        """Take the next run, which counts as running from now on. ``None`` if no run may start."""
+        """Take the next run, and count it as running. Return ``None`` if no run may start."""
         runnable, state = self.runnable, self._state
         while runnable and state.running < self._concurrency:
             queue = runnable.popleft()
@@ -150,7 +150,7 @@ class Scheduler:
         return None
 
     def next_in_place(self, run: Run) -> Run:
-        """Take the next run of a queue, in the place of a run that is over."""
+        """Take the next run of a queue, replacing a run that has ended."""
         queue, state, ahead = run.queue, self._state, run.queue.ahead
         del queue.running[run]
         state.ended += 1
@@ -162,12 +162,12 @@ class Scheduler:
         return run
 
     def _is_worker_free(self) -> bool:
-        """True if a worker is free for a handler that has used up its share."""
+        """Return True if a worker is free for a handler that has used up its share."""
         free = self._concurrency - self._state.running
         return free > min(self._reserved, self._concurrency // 2)
 
     def leave(self, run: Run) -> None:
-        """The run of a handler is over, or is given up as stuck."""
+        """Account for a run of a handler that ended or was abandoned as stuck."""
         queue, state = run.queue, self._state
         del queue.running[run]
         state.running -= 1
@@ -178,7 +178,7 @@ class Scheduler:
         if running == queue.quota.gives_back_at:
             state.signals.locks.set()
         if queue.claim is not None and not run.abandoned:
-            self.give_back(run)
+            self.release(run)
         if not queue.is_listed:
             self.enlist(queue)
         while self._held_back:
@@ -186,18 +186,18 @@ class Scheduler:
         if not state.running and not state.ready:
             state.set_if_quiet()
 
-    def give_back(self, run: Run) -> None:
-        """Give back the transaction of a run. Queues that wait for a transaction come first, in order.
+    def release(self, run: Run) -> None:
+        """Release the transaction of a run. Queues that wait for a transaction come first, in order.
 
         A stuck run keeps the connection, and so the transaction, until the handler ends.
         """
         claim = run.queue.hook_lane.claim if isinstance(run, HookRun) else run.queue.claim
         if claim is not None:
-            self.give_back_of(claim)
+            self.release_share(claim)
 
-    def give_back_of(self, claim: Claim) -> None:
-        """Give back a transaction of a claim."""
-        self.transactions.give_back(claim)
+    def release_share(self, claim: TransactionShare) -> None:
+        """Release a transaction of a share."""
+        self.transactions.release(claim)
         self.hooks_came |= bool(self._lanes)
         short, self._short = self._short, {}
         for queue, since in short.items():
@@ -245,23 +245,23 @@ class Scheduler:
             self._lanes.append(queue)
 
     def leave_hook(self, run: HookRun) -> None:
-        """A hook run is over, or is given up as stuck."""
+        """Account for a hook run that ended or was abandoned as stuck."""
         del run.queue.hook_lane.running[run]
         self._state.hooks -= 1
         self._state.ended += run.phase is not STUCK
         self.hooks_came |= bool(self._lanes)
         if not run.abandoned:
-            self.give_back(run)
+            self.release(run)
         self._state.set_if_quiet()
 
 
 class JobTransactions:
-    """The transactions of jobs, which come from the same shares as those of the handlers of the shard."""
+    """The transactions of jobs, which share those of the handlers of the shard."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self._claim: Claim | None = None
-        """The claim of all jobs; ``None`` before the first job."""
+        self._claim: TransactionShare | None = None
+        """The share of all jobs; ``None`` before the first job."""
 
     def take(self) -> bool:
         """Take a transaction for a job; False if none is free for jobs."""
@@ -269,10 +269,10 @@ class JobTransactions:
             self._claim = self._scheduler.transactions.of_jobs()
         return self._scheduler.transactions.take(self._claim)
 
-    def give_back(self) -> None:
-        """Give back the transaction of a job, which a handler may have waited for."""
+    def release(self) -> None:
+        """Release the transaction of a job, for which a handler may be waiting."""
         assert self._claim is not None
-        self._scheduler.give_back_of(self._claim)
+        self._scheduler.release_share(self._claim)
         self._scheduler.call()
 
 

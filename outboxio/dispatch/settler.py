@@ -1,13 +1,13 @@
 """The settler: outcomes -> buckets -> settled rows, equal outcomes with one UPDATE.
 
-An outcome that was decided is never lost while this process lives: outcomes that could not be written are written first
-in the next round. The database can refuse an outcome for two reasons:
+An outcome is never lost while this process is alive: outcomes that could not be written come first in the next round.
+The database can reject an outcome for two reasons:
 
-* The value of a row cannot be stored. The bucket is written in halves until the row is found, and the row is settled
-  without that value.
-* The lease is no longer the newest, or the row is settled already (the fence, decision 3). The outcome is remembered
-  (decision 21): if this process holds the lock again and finds the row unchanged, the outcome is written without a
-  second run.
+* A value cannot be stored. The bucket is split into halves until the row is found, which is then settled without the
+  value.
+* The lease is no longer the newest, or the row is already settled (the fence, decision 3). The outcome is remembered
+  (decision 21): if this process reacquires the lock and finds the row unchanged, it writes the outcome without another
+  run.
 
 Buckets are written one after the other. A crash between two of them must leave no row of an ordering key finished
 behind an unfinished row, so the later rows of a key wait for a bucket that could not be written (decision 50).
@@ -22,9 +22,9 @@ from heapq import heappop, heappush
 from outboxio.dispatch.state import Shared
 from outboxio.errors import InvalidEvent, ShutdownError
 from outboxio.loops.loop import RoundResult
-from outboxio.model.emitter import tell_written
+from outboxio.model.emitter import notify_watchers
 from outboxio.model.notification import DYING, State
-from outboxio.model.outcome import Bucket, Outcome, Place, in_buckets
+from outboxio.model.outcome import Bucket, Outcome, QueueKey, in_buckets
 from outboxio.runs.run import RefusedOutcomes, Run
 from outboxio.support import machine
 from outboxio.support.aio import Alarm
@@ -41,9 +41,9 @@ class Settler:
     def __init__(self, shared: Shared) -> None:
         self.refused = RefusedOutcomes()
         self.waiting: list[Outcome] = []
-        """Outcomes that are to be written."""
+        """Outcomes that have yet to be written."""
         self.writing: list[Bucket] = []
-        """The buckets of the round under way that are not written yet."""
+        """The buckets of the current round that are not written yet."""
         self._setup = shared.setup
         self._batch = shared.setup.settings.outcome_batch
         self._state = shared.state
@@ -54,19 +54,19 @@ class Settler:
         self._wakeups = shared.wakeups
         self._timer: asyncio.TimerHandle | None = None
         self._retries: list[float] = []
-        """A heap of the times at which retries are due before the next poll, by the event loop's clock."""
+        """A heap of the event loop times at which retries are due before the next poll."""
         self._retry_alarm = Alarm(self._find_retries)
         self._settling = asyncio.Lock()
 
     @property
-    def is_choked(self) -> bool:
-        """True if the database takes outcomes more slowly than handlers end."""
+    def is_overloaded(self) -> bool:
+        """True if outcomes are produced faster than the database can write them."""
         return len(self.waiting) > 4 * self._batch + self._setup.settings.handling_batch_size
 
-    # --- outcomes come -------------------------------------------------------------------------
+    # --- collecting outcomes -------------------------------------------------------------------
 
     def add(self, outcome: Outcome) -> None:
-        """Write an outcome soon: with ``outcome_batch`` outcomes, after ``outcome_delay``, or when no run is left."""
+        """Write an outcome soon: once there are ``outcome_batch``, after ``outcome_delay``, or when no run is left."""
         self.waiting.append(outcome)
         state = self._state
         if len(self.waiting) == self._batch or (not state.running and state.nothing_follows):
@@ -76,10 +76,10 @@ class Settler:
             self._timer = asyncio.get_running_loop().call_later(delay, state.signals.settle.set)
 
     def end(self, row: Run, outcome: Outcome | None) -> None:
-        """The run of a row is over. Without an outcome, and not settled, the row is due as before."""
+        """End the run of a row. Without an outcome, an unsettled row is due as before."""
         if row.is_settled:
-            verdict = row.verdict
-            self._state.counters.count(State.SUCCEEDED if verdict is None else verdict.state, 1)
+            final = row.final_outcome
+            self._state.counters.count(State.SUCCEEDED if final is None else final.state, 1)
             self._in_flight.release(row)
             self._rows_ended()
         elif outcome is None:
@@ -88,28 +88,28 @@ class Settler:
             self._find_again_soon()
         else:
             if row.key is not None and row.queue.spec.follows:
-                outcome.place = (id(row.queue), row.key)
+                outcome.queue_key = (id(row.queue), row.key)
             self.add(outcome)
 
     def wake_if_gathered(self) -> None:
-        """Write the outcomes that have waited for further outcomes, if no outcome is to be expected soon."""
+        """Write the collected outcomes if no more are expected soon."""
         if self.waiting and self._state.nothing_follows:
             self._state.signals.settle.set()
 
     def _rows_ended(self) -> None:
-        """Rows are settled: start the rows that have waited."""
+        """Start rows that waited for settled rows."""
         if self._in_flight.keys.has_moved or self._guard.is_holding:
             self._state.signals.find.set()
 
     def _find_again_soon(self) -> None:
-        """Find a row again in 1 s. Not at once: another process may work on the row for a while."""
+        """Find a row again in 1 s, and not at once, because another process may be working on it."""
         if not self._state.is_stopping:
             self._state.find_alarm.set(asyncio.get_running_loop().time() + FIND_AGAIN)
 
-    # --- outcomes are written ------------------------------------------------------------------
+    # --- writing outcomes ----------------------------------------------------------------------
 
     async def settle_once(self) -> RoundResult:
-        """Write waiting outcomes, at most about a batch. A round begins after the round under way."""
+        """Write waiting outcomes, at most about a batch. Rounds do not overlap."""
         async with self._settling:
             self._stop_delay()
             size = self._batch * 2
@@ -125,9 +125,9 @@ class Settler:
                     except Exception as error:
                         if self._setup.database.is_unreachable(error):
                             raise
-                        problem = error  # the error concerns this bucket alone, so the next buckets are written
+                        problem = error  # the error only affects this bucket, so the next ones are written
                         failed = self.writing[0]
-                        unwritten += failed.outcomes + self._take_behind(failed.places)
+                        unwritten += failed.outcomes + self._take_behind(failed.queue_keys)
                         del self.writing[0]
             finally:
                 # Outcomes that were not written come first in the next round.
@@ -144,14 +144,14 @@ class Settler:
         return RoundResult(len(batch), more=more or len(self.waiting) >= self._batch)
 
     def wake_finding_if_starved(self) -> None:
-        """Begin a find round if a slot has a backlog: finding holds back while too many outcomes wait to be written."""
+        """Begin a find round if a slot has a backlog, because finding pauses while too many outcomes wait."""
         if any(cursor.has_backlog and cursor.queue.wants_more for cursor in self._cursors):
             self._state.signals.find.set()
 
     async def _settle(self, bucket: Bucket) -> list[Bucket]:
-        """Write a bucket; the part of the bucket that is still to be written.
+        """Write a bucket; return what is still to be written of it.
 
-        The part is empty, or the two halves of the bucket: halving leads to the value that the database refuses.
+        That is nothing, or both halves of the bucket, in order to isolate a value that the database rejects.
         """
         takes, notifications = self._cursors.takes, self._setup.database.notifications
         began = machine.perf_counter()
@@ -168,13 +168,13 @@ class Settler:
             refused = bucket.outcomes[0]
             bucket, settled = await self._settle_without_value(refused, error)
             if bucket.state is not refused.state:
-                self._release_behind(bucket.places)
+                self._release_behind(bucket.queue_keys)
         self._setup.statistics.settles.add(machine.perf_counter() - began)
         if settled < len(bucket.outcomes):
             if bucket.emitted and len(bucket.outcomes) > 1:
                 return list(bucket.halves())
             self._refuse(bucket, len(bucket.outcomes) - settled, is_same_term=takes == self._cursors.takes)
-        if not bucket.is_rest:
+        if not bucket.is_deferral:
             self._state.counters.count(bucket.state, settled)
         if bucket.state in (State.FAILED, DYING):
             self._wake_when_due(min(outcome.next_retry_at or datetime.max for outcome in bucket.outcomes))
@@ -188,31 +188,31 @@ class Settler:
             self._wakeups.committed()
             for action, events in bucket.emitted:
                 self._setup.context.emitter.count(events)
-                tell_written(action, events)
+                notify_watchers(action, events)
         return settled
 
     async def _settle_without_value(self, refused: Outcome, error: Exception) -> tuple[Bucket, int]:
-        """Write an outcome without the value that the database refuses. A run with refused events has failed."""
-        told = log_text(error, self._invoker.redact)
+        """Write an outcome without a value that the database rejects. A run whose events are rejected has failed."""
+        reason = log_text(error, self._invoker.redact)
         run, outcome = self._in_flight.rows.get(refused.notification_id), refused
         fields: Fields = {} if run is None else run.log_fields
         fields["notification_id"] = refused.notification_id
         logger.error(
-            "the database refuses a value of notification %s: %s", refused.notification_id, told,
+            "the database rejected a value of notification %s: %s", refused.notification_id, reason,
             **fields, state=refused.state, error_type=type_name(error),
         )  # fmt: skip
         if refused.emitted is not None and run is not None:
-            outcome = self._invoker.judge(run, error)
-            outcome.place = refused.place
+            outcome = self._invoker.classifier(run, error)
+            outcome.queue_key = refused.queue_key
             run.queue.statistics.count(outcome)
         (bucket,) = in_buckets([outcome.without_error_text()])
         if bucket.emitted:
             return bucket, await self._settle_emitting(bucket)
         return bucket, await self._setup.database.notifications.settle(bucket, self._setup.clock())
 
-    def _wake_when_due(self, moment: datetime) -> None:
-        """Find a retry on time that is due before the next poll."""
-        delay = (moment - self._setup.clock()).total_seconds()
+    def _wake_when_due(self, due: datetime) -> None:
+        """Schedule a find round for a retry that is due before the next poll."""
+        delay = (due - self._setup.clock()).total_seconds()
         if delay < self._setup.settings.handling_poll_delay.total_seconds():
             heappush(self._retries, asyncio.get_running_loop().time() + max(delay, 0) + 0.001)
             self._retry_alarm.set(self._retries[0])
@@ -224,45 +224,50 @@ class Settler:
         self._state.signals.find.set()
 
     def _refuse(self, bucket: Bucket, number: int, *, is_same_term: bool) -> None:
-        """So many outcomes of a bucket were refused. The database does not say which, so all are remembered.
+        """Process the rejection of some outcomes of a bucket. It is unknown which ones, so all are remembered.
 
-        A row behind the head of its ordering key is handled again instead: another process may let the head fail.
+        A row behind the head of its ordering key is run again instead, because the head may fail in another process.
 
-        ``is_same_term``: False if a lock was taken anew while the bucket was being written.
+        ``is_same_term``: False if a lock was reacquired while the bucket was being written.
         """
         for outcome in bucket.outcomes:
             run = self._in_flight.rows.get(outcome.notification_id)
-            if run is not None and (outcome.place is None or self._in_flight.keys.is_head(run, outcome.place)):
+            if run is not None and (outcome.queue_key is None or self._in_flight.keys.is_head(run, outcome.queue_key)):
                 self.refused.remember(run, outcome, outcome.lease.term if is_same_term else None)
         self._state.counters.refused += number
         for lease in bucket.leases:
             self._cursors.sweep_soon(lease.slot)
         logger.warning(
-            "%d of %d outcomes (%s) were refused: another process has taken over %s, or the rows are settled already",
+            "%d of %d outcomes (%s) were rejected: another process has taken over %s, or the rows are already "
+            "settled",
             number, len(bucket.outcomes), bucket.state, ", ".join(str(lease.slot) for lease in bucket.leases),
             refused=number, state=bucket.state,
         )  # fmt: skip
         if not is_same_term:
-            self._release_behind(bucket.places)  # the later rows would be admitted
+            self._release_behind(bucket.queue_keys)  # otherwise the later rows would be admitted
         self._find_again_soon()
 
-    def _take_behind(self, places: set[Place]) -> list[Outcome]:
-        """Take the later rows of these keys out of the buckets behind the first."""
-        if not places:
+    def _take_behind(self, queue_keys: set[QueueKey]) -> list[Outcome]:
+        """Remove the later rows of these keys from the buckets after the first."""
+        if not queue_keys:
             return []
-        under_way, *buckets = self.writing
-        behind = [outcome for bucket in buckets for outcome in bucket.outcomes if outcome.place in places]
+        current, *buckets = self.writing
+        behind = [outcome for bucket in buckets for outcome in bucket.outcomes if outcome.queue_key in queue_keys]
         if behind:
-            kept = ([outcome for outcome in bucket.outcomes if outcome.place not in places] for bucket in buckets)
-            self.writing = [under_way, *(Bucket(some[0].state, some[0].attempts, some) for some in kept if some)]
+            kept = (
+                [outcome for outcome in bucket.outcomes if outcome.queue_key not in queue_keys] for bucket in buckets
+            )
+            self.writing = [current, *(Bucket(some[0].state, some[0].attempts, some) for some in kept if some)]
         return behind
 
-    def _release_behind(self, places: set[Place]) -> None:
-        """Give back the later rows of keys of which a row has not ended as its run did. The rows are handled again."""
-        if not places:
+    def _release_behind(self, queue_keys: set[QueueKey]) -> None:
+        """Release the later rows of keys whose row was not settled with the outcome of its run. They run again."""
+        if not queue_keys:
             return
-        behind = self._take_behind(places) + [outcome for outcome in self.waiting if outcome.place in places]
-        self.waiting = [outcome for outcome in self.waiting if outcome.place not in places]
+        behind = self._take_behind(queue_keys) + [
+            outcome for outcome in self.waiting if outcome.queue_key in queue_keys
+        ]
+        self.waiting = [outcome for outcome in self.waiting if outcome.queue_key not in queue_keys]
         self._in_flight.forget([outcome.notification_id for outcome in behind])
         for outcome in behind:
             self._cursors.sweep_soon(outcome.lease.slot)
@@ -280,7 +285,7 @@ class Settler:
             self._timer = None
 
     async def settle_all(self, deadline: float, *, patience: float) -> None:
-        """Write every outcome before a moment of the event loop's clock, with pauses of 0.05 to 1 s between failures.
+        """Write every outcome before a deadline (event loop time), pausing 0.05 to 1 s after failures.
 
         Each round may take ``patience`` seconds, even after the deadline. Raises :class:`ShutdownError` if outcomes are
         still unwritten at the deadline.
@@ -297,7 +302,7 @@ class Settler:
                     unwritten = [outcome for bucket in self.writing for outcome in bucket.outcomes] + self.waiting
                     if not unwritten:
                         logger.warning(
-                            "records of runs that have ended are left behind: %s",
+                            "could not delete the start records of finished runs: %s",
                             log_text(error, self._invoker.redact), error_type=type_name(error),
                         )  # fmt: skip
                         return

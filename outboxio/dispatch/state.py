@@ -25,8 +25,8 @@ from outboxio.telemetry.protocol import HandlingTelemetry
 class DispatchState:
     """Counts of ready and running rows, and the permission to start runs.
 
-    A run may start while the dispatcher is not stopping and the cluster locks are proven. The lock manager says until
-    which moment the locks are proven (:attr:`proven_until`, by the event loop's clock).
+    A run may start while the dispatcher is not stopping and the cluster locks are proven. The lock manager sets until
+    when they are proven (:attr:`proven_until`, event loop time).
     """
 
     def __init__(self, signals: Signals, locks: LockTrust, telemetry: HandlingTelemetry | None = None) -> None:
@@ -37,45 +37,45 @@ class DispatchState:
         """Runs and hook runs that are ready; a batch counts as one run."""
         self.running = 0
         self.hooks = 0
-        """Hook runs that go on."""
+        """Active hook runs."""
         self.ended = 0
-        """How many runs and hook runs have ended. A run that was given up as stuck has not ended."""
+        """How many runs and hook runs have ended, without those abandoned as stuck."""
         self.workers: dict[asyncio.Task[None], None] = {}
         """The tasks of the workers, without those of stuck runs."""
         self.hook_tasks: dict[asyncio.Task[None], None] = {}
         self.finding = asyncio.Lock()
-        """Held by the find round under way."""
+        """Held during a find round."""
         self.quiet = asyncio.Event()
-        """Set while nothing is ready and nothing runs."""
+        """Set while no run is ready or active."""
         self.quiet.set()
         self.find_alarm = Alarm(signals.find.set)
-        """Begins a find round at a later moment."""
+        """Starts a find round at a later time."""
         self.is_stopping = False
         self.proven_until = float("inf")
         self.handlers_context = contextvars.copy_context()
-        """The context variables with which each task that calls handlers begins."""
+        """The initial context of each task that calls handlers."""
         self.handlers_context.run(begin_inside)
         if telemetry is not None:
             self.handlers_context.run(telemetry.begin)
 
     def may_start(self, now: float) -> bool:
-        """True if runs may start."""
+        """Return True if runs may start."""
         return not self.is_stopping and self.is_proven(now)
 
     def is_proven(self, now: float) -> bool:
-        """True if the locks are proven. A thread may have proven the locks while the event loop was blocked."""
+        """Return True if the locks are proven, possibly by a thread while the event loop was blocked."""
         if now > self.proven_until:
             self.locks.look_for_proof()
         return now <= self.proven_until
 
     @property
     def is_busy(self) -> bool:
-        """True if a run is ready or goes on."""
+        """True if a run is ready or active."""
         return bool(self.running or self.ready or self.hooks)
 
     @property
     def nothing_follows(self) -> bool:
-        """True if no further outcomes are to be expected soon."""
+        """True if no more outcomes are expected soon."""
         return not (self.running or self.ready or self.hooks or self.finding.locked())
 
     def set_if_quiet(self) -> None:
@@ -84,7 +84,7 @@ class DispatchState:
 
 
 class Shared(Struct, frozen=True):
-    """The values that exist before any part of a dispatcher is made."""
+    """The values that exist before any part of a dispatcher."""
 
     setup: HandlingSetup
     state: DispatchState
@@ -97,7 +97,7 @@ class Shared(Struct, frozen=True):
     stuck: StuckRows
 
     def unblocked(self) -> None:
-        """Rows were unblocked: rows of another process too, if the number of partitions was changed not long ago."""
+        """Wake other processes after rows were unblocked. After a recent partition change they may hold these rows."""
         wake = self.wakeups.moved if self.partitions.unsettled() else self.wakeups.unblocked
         wake()
 
@@ -105,19 +105,19 @@ class Shared(Struct, frozen=True):
 def shared_of(
     setup: HandlingSetup, *, signals: Signals, locks: LockTrust, wakeups: WakeUps, stuck: StuckRows
 ) -> Shared:
-    """The values of a new dispatcher. ``stuck``: the rows of stuck runs, of earlier shard runs as well."""
+    """Create the values of a new dispatcher. ``stuck``: the rows of stuck runs, including earlier shard runs."""
     state = DispatchState(signals, locks, setup.context.telemetry)
     in_flight = InFlight(Cursors(), KeyQueues(), state.finding, has_halted=signals.locks.set)
     guard = PoisonGuard(
         setup.namespace, setup.database.starts, setup.clock, setup.settings.max_crashes,
-        in_flight=in_flight.rows, left_behind=stuck.ids, signals=signals,
+        in_flight=in_flight.rows, abandoned=stuck.ids, signals=signals,
     )  # fmt: skip
     invoker = handler_invoker(setup)(setup, state.counters, emitted=wakeups.committed, crashes=guard)
     return Shared(setup, state, _queues_of(setup), in_flight, Partitions(setup.clock), guard, invoker, wakeups, stuck)
 
 
 def _queues_of(setup: HandlingSetup) -> list[HandlerQueue]:
-    """The queue of each handler of a shard."""
+    """Create the queue of each handler of a shard."""
     handlers = setup.handlers
     strict, number = handlers.strict_types(), len(handlers)
     queues = list[HandlerQueue]()

@@ -4,15 +4,15 @@ Rows are divided among partitions before anyone knows how long each run takes. W
 idle while rows wait in another. So the processes of a shared handler send each other notes (:class:`WorkNote`):
 
 * **Offer**: once a second, a process whose ready rows will wait for more than about a second announces their number.
-* **Request**: a process with free runs and no due rows asks the process with the most ready rows.
-* **Transfer**: that process moves ready rows into a partition of the process that asked, and answers with a new offer.
+* **Request**: a process with free runs and no due rows sends a request to the process with the most ready rows.
+* **Transfer**: that process moves ready rows into a partition of the requesting process, and answers with a new offer.
 
-Only rows that are ready move: they are in flight here, so no read starts them meanwhile, and none of them has started.
-They move between two find rounds and under the term of the slot's lock, as in re-homing, so a process that froze moves
+Only rows that are ready move: they are in flight here, so no read starts them in between, and none of them has started.
+They move between two find rounds and under the term of the slot's lock, as in rehashing, so a suspended process moves
 no row that the new holder of the slot runs. Notes are hints: a lost one delays a transfer, and no row depends on it.
 
-Left out are handlers whose rows have to wait for other rows or for a rate, batches, and handlers with one partition. A
-handler that keeps up sends nothing.
+Handlers whose rows have to wait for other rows or for a rate limit do not take part, nor do batch handlers and handlers
+with one partition. A handler that keeps up sends nothing.
 """
 
 from __future__ import annotations
@@ -29,37 +29,37 @@ from outboxio.support.log import log_of
 
 logger = log_of(__name__)
 
-LOOK_DELAY = 0.05  # seconds between two looks for free runs, while another process offers rows
+CHECK_DELAY = 0.05  # seconds between two checks for free runs while another process offers rows
 LONGEST_PAUSE = 1.0  # seconds between two requests that bring nothing
-OFFER_AGE = 2.5  # seconds until an offer is out of date: two are missing
+OFFER_AGE = 2.5  # seconds until an offer is outdated, because two were missed
 
 
 class Offers:
-    """The processes that offer rows of a handler, and when to ask next. ``now``: the event loop's clock."""
+    """The processes that offer rows of a handler, and when to send the next request. ``now``: event loop time."""
 
     def __init__(self) -> None:
         self._rows: dict[str, tuple[int, float]] = {}
-        """By process: how many rows are ready, and when the process said so."""
-        self.pause = LOOK_DELAY
+        """By process: how many rows it offered, and when."""
+        self.pause = CHECK_DELAY
         self.next_request = 0.0
 
     def learn(self, sender: str, rows: int, now: float) -> None:
-        """Take in an offer; 0 rows withdraw it."""
+        """Process an offer; 0 rows withdraw it."""
         self._rows[sender] = rows, now
 
     def best(self, now: float) -> str | None:
-        """The process with the most rows; ``None`` if no process offers rows now."""
+        """Return the process that offers the most rows; ``None`` if no process offers rows now."""
         self._rows = {sender: (rows, at) for sender, (rows, at) in self._rows.items() if rows and now - at < OFFER_AGE}
         return max(self._rows, key=self._rows.__getitem__, default=None)
 
     def try_later(self, now: float) -> None:
-        """A request is sent: send the next one later, unless rows come."""
+        """Delay the next request after one was sent, unless rows arrive."""
         self.next_request = now + self.pause
         self.pause = min(LONGEST_PAUSE, 2 * self.pause)
 
     def try_soon(self) -> None:
-        """Rows came, or the runs are busy again: ask at once when runs are free."""
-        self.pause, self.next_request = LOOK_DELAY, 0.0
+        """Send the next request as soon as runs are free, because rows arrived or all runs are busy again."""
+        self.pause, self.next_request = CHECK_DELAY, 0.0
 
 
 class Transfers:
@@ -91,8 +91,8 @@ class Transfers:
             if self._has_surplus(queue) and len(queue.ready) >= ended - before:
                 self._wakeups.send_note(WorkNote(name, rows=len(queue.ready)))
 
-    def heard(self, sender: str, note: WorkNote) -> None:
-        """A note of another process has come."""
+    def receive(self, sender: str, note: WorkNote) -> None:
+        """Process a note of another process."""
         name = note.handler_name
         if name not in self._queues:
             return
@@ -108,11 +108,11 @@ class Transfers:
             for cursor in self._cursors.by_name.get(name, ()):
                 cursor.sweep_soon()
             self._state.signals.find.set()
-        self._look.set(now + LOOK_DELAY)
+        self._look.set(now + CHECK_DELAY)
 
     @property
-    def is_wanted(self) -> bool:
-        """True if another process asks for rows."""
+    def has_requests(self) -> bool:
+        """Return True if another process requests rows."""
         return bool(self._requests)
 
     async def answer_all(self, *, may_move: bool) -> None:
@@ -139,14 +139,14 @@ class Transfers:
             if moved < len(runs) and cursor is not None:
                 cursor.sweep_soon()  # the rows that stay lie behind the scan position
         logger.debug(
-            "moved %d ready rows of handler %r to partition %d of a process with free runs", moved, lease.handler_name,
-            request.partition, handler=lease.handler_name, partition=request.partition,
+            "moved %d ready rows of handler %r to partition %d, whose process has free capacity",
+            moved, lease.handler_name, request.partition, handler=lease.handler_name, partition=request.partition,
         )  # fmt: skip
 
     def _take(self, queue: HandlerQueue, most: int) -> list[Run]:
         """Take the oldest ready rows of a single slot out of the queue. They stay in flight.
 
-        The oldest: so a long run among the last rows of a backlog begins as late as with a single queue, and no later.
+        Taking the oldest rows starts a long run among the last rows of a backlog no later than a single queue would.
         """
         lease, taken, staying = queue.ready[0].lease, list[Run](), list[Run]()
         while queue.ready and len(taken) < most:
@@ -157,15 +157,15 @@ class Transfers:
         return taken
 
     def _has_surplus(self, queue: HandlerQueue) -> bool:
-        """True if all runs of a handler are busy, and rows are ready."""
-        return bool(queue.ready) and len(queue.running) >= queue.limit and queue.quota.rest is None
+        """Return True if all runs of a handler are busy while rows are ready."""
+        return bool(queue.ready) and len(queue.running) >= queue.limit and queue.quota.circuit is None
 
     def _is_shared(self, name: str) -> bool:
-        """True if another process may own a partition."""
+        """Return True if another process may hold a partition."""
         return len(self._cursors.by_name.get(name, ())) < self._partitions.active(name)
 
     def _request(self) -> None:
-        """Ask for rows of the handlers with free runs, and look again while rows are offered."""
+        """Request rows of the handlers with free runs, and check again while rows are offered."""
         now = asyncio.get_running_loop().time()
         for name, offers in list(self._offers.items()):
             sender = offers.best(now)
@@ -179,15 +179,15 @@ class Transfers:
                 offers.try_later(now)
                 self._wakeups.send_note(WorkNote(name, to=sender, free=free, partition=partition))
         if self._offers and not self._state.is_stopping:
-            self._look.set(now + LOOK_DELAY)
+            self._look.set(now + CHECK_DELAY)
 
     def _free(self, queue: HandlerQueue) -> int:
-        """The runs for which this process has neither a ready nor a due row."""
+        """Return how many runs are free, with neither a running nor a ready row."""
         workers = self._setup.settings.concurrency - self._state.running - self._state.ready
         return min(workers, queue.limit - len(queue.running) - len(queue.ready))
 
     def _own_partition(self, name: str) -> int | None:
-        """A partition that this process reads, and that gets new rows; ``None`` while due rows are left to read."""
+        """Return a partition of this process that gets new rows; ``None`` while due rows are left to read."""
         cursors, number = self._cursors.by_name.get(name, ()), self._partitions.number(name)
         if any(cursor.has_backlog or cursor.is_paused for cursor in cursors):
             return None
@@ -198,5 +198,5 @@ class Transfers:
 
 
 def _may_move(queue: HandlerQueue) -> bool:
-    """True if a ready row of a handler waits for nothing but a free run."""
+    """Return True if ready rows of a handler only wait for a free run."""
     return queue.spec.batch is None and not queue.spec.needs_admission and queue.handler.options.rate is None

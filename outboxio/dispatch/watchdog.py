@@ -1,14 +1,12 @@
-"""The watchdog: deadlines of handlers, stuck runs, tasks that end before the run does, and a process that is sick.
+"""The watchdog: handler deadlines, stuck runs, tasks that end before their run does, and stalled processes.
 
-A handler that runs longer than the timeout is cancelled, and so is a handler whose run an operator cancels
-(decision 79). A handler that ignores the cancellation for longer than the
-grace period is stuck: the run has failed, a new worker takes the place of the worker, and no second run of the rows
-starts in this process until the handler ends. A TaskGroup would wait for a stuck handler for ever: that is why workers
-are tasks that this package accounts for by itself (decision 5).
+A handler is cancelled when it exceeds its timeout, or when an operator cancels its run (decision 79). A handler that
+ignores the cancellation for longer than the grace period is stuck: the run has failed, its worker is replaced, and its
+rows do not run again in this process until the handler ends. A TaskGroup would wait for a stuck handler without limit,
+so workers are tasks that this package tracks itself (decision 5).
 
-A process is sick if it holds locks and none of its runs comes to an end. A sick process proves the locks all the same,
-so no other process takes over. The process finds out by itself, and gives its slots away. The question costs nothing
-while runs end.
+A process is stalled if it holds locks and none of its runs ends. It still proves its locks, so no other process takes
+over. That is why it detects this itself and releases its slots. The check costs nothing while runs end.
 """
 
 from __future__ import annotations
@@ -34,8 +32,8 @@ from outboxio.support.log import log_of, stack_line, type_name
 logger = log_of(__name__)
 
 SHORTEST_CHECK = 0.01  # seconds between two checks of the deadlines, at least
-LONG_TURN = 0.5  # seconds: a handler has blocked a turn of the event loop that took longer
-NO_END = 30.0  # seconds without the end of a run
+LONG_TURN = 0.5  # seconds: if a turn of the event loop takes longer, a handler has blocked it
+NO_END = 30.0  # seconds in which no run has ended
 LONG_DUE = 60_000_000  # microseconds for which a row has been due
 
 
@@ -46,12 +44,12 @@ class StuckRun(Struct, frozen=True):
     event_id: str | None
     seconds: float
     """The time since the cancellation."""
-    place: str
-    """The line of code at which the run waits."""
+    source: str
+    """The source location at which the run waits."""
 
 
 class Watchdog:
-    """Accounts for the runs of a shard that do not end in time."""
+    """Monitors the runs of a shard that do not end in time."""
 
     def __init__(self, core: Core) -> None:
         self._queues = core.queues
@@ -63,7 +61,7 @@ class Watchdog:
         self._stuck: dict[asyncio.Task[None], tuple[Run, list[UUID]]] = {}
         self._rows = core.in_flight.rows
         self._cancelled: dict[Run, None] = {}
-        """Runs that operators have cancelled, and that may still go on."""
+        """Runs that operators have cancelled and that may still be active."""
         self.timer: asyncio.TimerHandle | None = None
         """Set while deadlines are checked."""
         self._was_late = False
@@ -71,16 +69,16 @@ class Watchdog:
 
     @property
     def runs(self) -> list[Run]:
-        """The runs and hook runs that go on, without stuck runs."""
+        """The active runs and hook runs, without stuck runs."""
         return [run for queue in self._queues for run in (*queue.running, *queue.hook_lane.running)]
 
     # --- deadlines -----------------------------------------------------------------------------
 
     def watch(self) -> None:
-        """Cancel the handlers that are past the deadline, now and as long as runs go on. One timer serves all runs.
+        """Cancel handlers that have exceeded their deadline, now and while runs are active. One timer serves all runs.
 
-        A check that comes late cancels no handler, because the event loop stood still: the answers that the handlers
-        wait for may have been there all the time. The next check cancels.
+        A late check cancels nothing, because the event loop was blocked and the results that the handlers wait for may
+        already have arrived. The next check cancels.
         """
         timer, self.timer = self.timer, None
         if not self._state.running and not self._state.hooks:
@@ -98,7 +96,7 @@ class Watchdog:
             for running in (queue.running, queue.hook_lane.running):
                 self._check_all(running, now)
         for run in list(self._cancelled):
-            if _goes_on(run):
+            if _is_active(run):
                 self._exceeds_deadline(run, now)
             else:
                 del self._cancelled[run]
@@ -117,7 +115,7 @@ class Watchdog:
             run.exceed_deadline(now)
             run.task.cancel()
         elif now - run.cancelled_at > run.queue.spec.grace and not run.interrupted:
-            self._give_up(run)
+            self._abandon(run)
 
     def cancel(self, id: UUID, error: CancelledByOperator) -> Run | str | None:
         """Cancel the run of a notification for an operator. A second call does nothing. Returns the run.
@@ -149,31 +147,31 @@ class Watchdog:
 
     # --- stuck runs ----------------------------------------------------------------------------
 
-    def _give_up(self, run: Run) -> None:
-        """Report a stuck run with the handler's stack, fail the rows, and replace the task."""
+    def _abandon(self, run: Run) -> None:
+        """Log a stuck run with the stack of its handler, fail its rows, and replace its task."""
         assert run.task is not None
-        run.give_up()
+        run.abandon()
         self._state.counters.stuck += 1
         self.keep(run)
         frames = thread_stack(run) or _stack_of(run.task)
-        error = self._invoker.stuck_error(run, "".join(traceback.format_list(frames)).rstrip() or "an unknown place")
+        error = self._invoker.stuck_error(run, "".join(traceback.format_list(frames)).rstrip() or "an unknown location")
         if not isinstance(run, HookRun):
             seconds = asyncio.get_running_loop().time() - run.started
             run.queue.statistics.durations_of("failed", type_name(error)).add(seconds)
-        described = self._invoker.judge.describe(error)
+        described = self._invoker.classifier.describe(error)
         logger.error(
-            "handler %r is stuck for event %s: it ignores its cancellation; its slot is replaced. It waits at %s",
-            run.queue.handler.name, run.notification.event_label, stack_line(frames) or "an unknown place",
+            "handler %r is stuck on event %s: it ignores cancellation, so its slot is replaced; it is waiting at %s",
+            run.queue.handler.name, run.notification.event_label, stack_line(frames) or "an unknown location",
             **run.log_fields,
         )  # fmt: skip
         self._leave(run)
         if run.session is not None:
-            # The run's transaction holds the rows, so no outcome can be written. The rows are due again when it ends.
+            # The transaction of the run locks the rows, so no outcome can be written. They are due again when it ends.
             run.session.discard()
         called = set(run.called)
         for row in run.undone:
             has_failed = run.session is None and row in called
-            self._end(run, row, self._invoker.judge(row, error, described) if has_failed else None)
+            self._end(run, row, self._invoker.classifier(row, error, described) if has_failed else None)
         if isinstance(run, BatchRun):
             run.remaining.clear()
         self._state.workers.pop(run.task, None)  # an idle worker takes over
@@ -181,61 +179,61 @@ class Watchdog:
         self._scheduler.call()
 
     def stuck_runs(self) -> list[StuckRun]:
-        """The stuck runs that still go on, of this shard run."""
+        """Return the stuck runs of this shard run that have not ended."""
         now = asyncio.get_running_loop().time()
         return [
             StuckRun(
                 run.queue.handler.name, run.notification.known_event_id, now - (run.cancelled_at or now),
-                stack_line(thread_stack(run) or _stack_of(task)) or "an unknown place",
+                stack_line(thread_stack(run) or _stack_of(task)) or "an unknown location",
             )
             for task, (run, _) in self._stuck.items()
         ]  # fmt: skip
 
     def keep(self, run: Run) -> None:
-        """While a stuck run lasts, the rows do not start in this process, in a later shard run neither."""
+        """Keep the rows of a stuck run from starting in this process while it lasts, also in a later shard run."""
         assert run.task is not None
         ids = [row.notification.id for row in run.undone]
         self._stuck[run.task] = run, ids
         self._stuck_rows.add(ids)
         run.queue.statistics.stuck += 1
 
-    def came_back(self, run: Run) -> None:
-        """A stuck handler has ended: the result is refused."""
+    def finished_late(self, run: Run) -> None:
+        """Log that a stuck handler has ended. Its result is discarded."""
         logger.warning(
-            "handler %r came back for event %s after it was given up; its result is refused",
+            "abandoned run of handler %r for event %s finished late; result discarded",
             run.queue.handler.name, run.notification.event_label, **run.log_fields,
         )  # fmt: skip
 
     # --- tasks that have ended -----------------------------------------------------------------
 
     def task_ended(self, task: asyncio.Task[None]) -> None:
-        """Account for the run of a task that has ended: the run was stuck, or is lost because the task has failed."""
+        """Handle the end of a task: its run was stuck, or is lost because the task has failed."""
         if task in self._stuck:
             run, ids = self._stuck.pop(task)
             run.queue.statistics.stuck -= 1
             if run.abandoned:
-                self._scheduler.give_back(run)
+                self._scheduler.release(run)
             self._stuck_rows.discard(ids)
         error = None if task.cancelled() else task.exception()
         if error is not None:
-            logger.error("a worker failed; another takes its place", exc_info=error)
+            logger.error("a worker failed and is replaced", exc_info=error)
         for run in [run for run in self.runs if run.task is task]:
             self._leave(run)
             for row in tuple(run.undone):
-                self._end(run, row, self._judge_lost(run, row, error))
+                self._end(run, row, self._outcome_of_lost(run, row, error))
 
-    def _judge_lost(self, run: Run, row: Run, error: BaseException | None) -> Outcome | None:
-        """The outcome of a row after the end of the task. ``error``: the failure of the task; ``None``: a cancellation.
+    def _outcome_of_lost(self, run: Run, row: Run, error: BaseException | None) -> Outcome | None:
+        """Return the outcome of a row whose task has ended. ``error``: ``None`` if the task was cancelled.
 
-        A row of a cancelled task is found again. A row of a failed task has failed: without an attempt the row would be
-        found again at once, and fail in the same way for ever.
+        A row of a cancelled task is found again. A row of a failed task uses up an attempt: otherwise it would be found
+        again at once, and fail in the same way without end.
         """
         if error is None or row.is_settled or (run.interrupted and not run.has_begun):
             return None
-        return self._invoker.judge(row, error)
+        return self._invoker.classifier(row, error)
 
     def _end(self, run: Run, row: Run, outcome: Outcome | None) -> None:
-        """A row has lost its run."""
+        """End a row whose run is lost."""
         if outcome is not None and not isinstance(run, HookRun):
             run.queue.statistics.count(outcome)
         self._settler.end(row, outcome)
@@ -249,7 +247,7 @@ class Watchdog:
     # --- the end -------------------------------------------------------------------------------
 
     def interrupt(self) -> list[Run]:
-        """Cancel every run; the runs that still went on. An interrupted run uses up no attempt."""
+        """Cancel and return all active runs. An interrupted run uses up no attempt."""
         runs = self.runs
         for run in runs:
             run.interrupt()
@@ -267,20 +265,18 @@ class Watchdog:
 
     def report_stuck(self) -> None:
         if self._stuck:
-            logger.error(
-                "%d handlers ignore their cancellation and are left behind", len(self._stuck), runs=len(self._stuck)
-            )
+            logger.error("abandoned %d handlers that ignored cancellation", len(self._stuck), runs=len(self._stuck))
 
     def stop_timer(self) -> None:
         if self.timer is not None:
             self.timer.cancel()
 
 
-class Sickness:
-    """Finds out if this process is alive, and runs nothing.
+class StallDetector:
+    """Detects that this process is alive but stalled.
 
-    A handler may take long, and rows of the handler wait for good reason while a run has time left. So a row counts
-    only if no run of the handler has time left, or if a run was given up as stuck since the last end of a run.
+    A handler may take long, and its rows legitimately wait while one of its runs is within the deadline. So a row
+    counts only if no run of its handler is within the deadline, or if a run was abandoned as stuck since a run ended.
     """
 
     def __init__(self, core: Core) -> None:
@@ -291,47 +287,47 @@ class Sickness:
         self._clock = core.setup.clock
         self._ended, self._stuck = -1, 0
         self._since = float("-inf")
-        """The moment of the last question at which a run had ended since the question before."""
+        """The time of the last check that found a run ended since the previous check."""
 
-    def is_sick(self, now: float) -> bool:
-        """True if no run has ended for 30 s although rows have been due for over 60 s. ``now``: the loop's clock."""
+    def is_stalled(self, now: float) -> bool:
+        """Return True if no run has ended for 30 s while rows were due for over 60 s. ``now``: event loop time."""
         state = self._state
         if state.ended != self._ended or not self._in_flight.rows:
             self._ended, self._stuck, self._since = state.ended, state.counters.stuck, now
             return False
         if now - self._since < NO_END or self._settler.waiting or self._settler.writing:
-            return False  # runs have ended, and the database takes no outcome
+            return False  # runs have ended, but the database accepts no outcome
         had_stuck = state.counters.stuck > self._stuck
         busy = set[HandlerQueue]() if had_stuck else {queue for queue in self._queues if _has_time_left(queue, now)}
         due_by = as_micros(self._clock()) - LONG_DUE
         rows = self._in_flight.rows.values()
         return any(
             run.notification.next_retry_us < due_by
-            and not (run.queue in busy or run.queue.quota.rest is not None or run.queue.is_rate_limited)
+            and not (run.queue in busy or run.queue.quota.circuit is not None or run.queue.is_rate_limited)
             for run in rows
         )
 
 
-def _goes_on(run: Run) -> bool:
-    """True if a run that an operator has cancelled has not ended, and is not stuck."""
+def _is_active(run: Run) -> bool:
+    """Return True if a run that an operator has cancelled is still active and not stuck."""
     is_running = run in run.queue.running or run in run.queue.hook_lane.running
     return is_running and run.cancelled_by is not None
 
 
 def _has_time_left(queue: HandlerQueue, now: float) -> bool:
-    """True if a run of a handler, or of the hooks, is not past the deadline."""
+    """Return True if a run of the handler or of its hooks is within the deadline."""
     longest = queue.spec.timeout + queue.spec.grace
     runs = (*queue.running, *queue.hook_lane.running)
     return any(not run.started or now - run.started < longest for run in runs)
 
 
 def _stack_of(task: asyncio.Task[None]) -> list[traceback.FrameSummary]:
-    """Where the handler that a task runs is waiting, from the handler's own frame to the innermost frame."""
+    """Return the stack of the handler that a task runs, from the frame of the handler to the innermost one."""
     frames: list[traceback.FrameSummary] = []
     try:
         for frame in awaited_frames(task.get_coro()):
             frames.append(traceback.FrameSummary(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
-    except Exception:  # an awaitable of the application may answer with any error: the stack ends there
+    except Exception:  # a user-supplied awaitable may raise any error: the stack ends there
         pass
     return [frame for frame in frames if os.path.dirname(frame.filename) != _FOLDER]
 

@@ -1,23 +1,23 @@
 """Workers: long-lived tasks that take ready runs and call handlers (decision 5).
 
 Workers are woken a few at a time: each worker that finds a run wakes further workers before calling the handler. So
-handlers that never wait are run by a single worker, and handlers that wait soon occupy all workers. One worker more
-than may run at the same time is kept idle: the scheduler wakes that worker for the rows that become ready.
+handlers that never wait are run by a single worker, and handlers that wait soon occupy all workers. There is one more
+worker than may run concurrently: the scheduler wakes the idle one for rows that become ready.
 
-Hook runs call the hooks of a verdict, each in a separate task. They take no worker, so a slow hook delays no handler.
-Each hook run needs a transaction, so only a few go on at the same time (``runs/transaction_shares.py``).
+Hook runs call the hooks of a DYING row, each in a separate task. They take no worker, so a slow hook delays no handler.
+Each hook run needs a transaction, so only a few run concurrently (``runs/transaction_shares.py``).
 
-All workers together have 1 ms of each turn of the event loop. After that the event loop serves connections and
-timers, and then the workers go on. A handler that does not wait is called for up to 16 rows in a row.
+All workers together may use 1 ms of each turn of the event loop. Then the event loop serves connections and timers
+before the workers continue. A handler that does not wait is called for up to 16 rows in succession.
 """
 
 from __future__ import annotations
 
 import asyncio
 
+from outboxio.dispatch.circuit_breakers import CircuitBreakers
 from outboxio.dispatch.core import Core
 from outboxio.dispatch.intake import Intake
-from outboxio.dispatch.rests import Rests
 from outboxio.dispatch.scheduler import MOST_CALLED
 from outboxio.dispatch.watchdog import LONG_TURN, Watchdog
 from outboxio.model.envelope import current_envelope
@@ -26,16 +26,16 @@ from outboxio.runs.run import OVERDUE, STUCK, BatchRun, HookRun, Run
 from outboxio.support.aio import Alarm
 from outboxio.support.clock import as_micros
 
-SLICE = 0.001  # seconds that workers may run on without giving the event loop a turn
-LONGEST_PAUSE = 0.1  # seconds after a long turn in which no run starts, so that statements come to an end
-SHARE_OF_TURN = 10  # such a pause is at most this part of the long turn
-MOST_IN_A_ROW = 16  # rows of a handler that does not wait, before other handlers have their turn
+SLICE = 0.001  # seconds that workers may use in one turn of the event loop
+LONGEST_PAUSE = 0.1  # seconds after a long turn in which no run starts, so that statements can finish
+SHARE_OF_TURN = 10  # the long turn is at least this many times as long as the pause
+MOST_IN_A_ROW = 16  # rows of a handler that does not wait before other handlers get a turn
 
 
 class WorkerPool:
     """The workers of a shard."""
 
-    def __init__(self, core: Core, intake: Intake, watchdog: Watchdog, rests: Rests) -> None:
+    def __init__(self, core: Core, intake: Intake, watchdog: Watchdog, circuits: CircuitBreakers) -> None:
         self._concurrency = core.setup.settings.concurrency
         self._clock = core.setup.clock
         self._state = core.state
@@ -44,30 +44,30 @@ class WorkerPool:
         self._invoker = core.invoker
         self._intake = intake
         self._watchdog = watchdog
-        self._rests = rests
+        self._circuits = circuits
         self._hired: set[asyncio.Task[None]] = set()
-        """Workers that have not begun yet."""
+        """Workers that have not started yet."""
         self._turn_began = 0.0
         self._turn_ends: float | None = None
         """When the slice of this turn of the event loop is over; ``None`` until a worker begins in this turn."""
         self._pause = Alarm(self._end_turn)
         """Set during the pause after a long turn."""
         self._settled_now = 0
-        """The time by the database's clock in this turn, in us since 1970."""
+        """The time of this turn by the database clock, in us since 1970."""
 
     # --- workers -------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Make the first worker, unless there is one."""
+        """Create the first worker, unless there is one."""
         if not self._state.workers:
             self._hire(1)
 
     def _call(self, number: int) -> None:
-        """Wake so many workers for the runs that are ready, and make the workers that are lacking."""
-        lacking = self._scheduler.wake(number - self._scheduler.called - len(self._hired))
+        """Wake workers for the runs that are ready, and create the missing ones."""
+        missing = self._scheduler.wake(number - self._scheduler.called - len(self._hired))
         if not (self._scheduler.idle or self._hired):
-            lacking = max(lacking, 1)
-        self._hire(min(lacking, self._concurrency + 1 - len(self._state.workers)))
+            missing = max(missing, 1)
+        self._hire(min(missing, self._concurrency + 1 - len(self._state.workers)))
 
     def _hire(self, number: int) -> None:
         for _ in range(number):
@@ -77,7 +77,7 @@ class WorkerPool:
             worker.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """The task of a worker, or of a hook run, has ended: account for the run, and start the next runs."""
+        """Handle the end of the task of a worker or hook run, and start the next runs."""
         self._state.workers.pop(task, None)
         self._state.hook_tasks.pop(task, None)
         self._hired.discard(task)
@@ -87,14 +87,14 @@ class WorkerPool:
             self._scheduler.call()
 
     def stop(self) -> None:
-        """End the idle workers. The busy workers end after the present run."""
+        """End the idle workers. Busy workers end after their current run."""
         self._scheduler.end_idle()
         self._pause.cancel()
 
     # --- a worker ------------------------------------------------------------------------------
 
     async def _work(self) -> None:
-        """Take runs until the worker is stopped, or until a run must be the worker's last."""
+        """Take runs until the worker is stopped or must end after a run."""
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
         scheduler = self._scheduler
@@ -119,23 +119,23 @@ class WorkerPool:
                 return
 
     async def _run(self, run: Run, task: asyncio.Task[None], now: float) -> Run:
-        """Call the handler for a row; the last run, if rows of the same handler follow at once.
+        """Call the handler for a row, and possibly for the next ones; return the last run.
 
-        A handler that did not wait is called for the next rows in the same slice, which costs less than a new choice
-        of a queue for each row.
+        A handler that did not wait is called for the next rows in the same slice, which costs less than choosing a
+        queue for each row.
         """
         queue, spec, settler, time = run.queue, run.queue.spec, self._settler, asyncio.get_running_loop().time
         call, is_plain = self._invoker.call, queue.is_plain
-        is_alone = not is_plain or queue.quota.rest is not None or queue.quota.gate is not None
+        is_alone = not is_plain or queue.quota.circuit is not None or queue.quota.gate is not None
         turn_ends, settled_now = self._turn_ends, self._settled_now
-        assert turn_ends is not None  # a run starts in a slice only
+        assert turn_ends is not None  # runs only start within a slice
         for left in range(MOST_IN_A_ROW, 0, -1):
             due = run.notification
             if settled_now > due.retention_us + spec.retention_us:  # HandlerSpec.is_too_old, without a call
                 self._scheduler.leave(run)
                 settler.add(self._expire(run))
                 return run
-            # A transactional run waits for a connection first, and that wait is not the handler's time.
+            # A transactional run first waits for a connection, which does not count towards the timeout.
             run.started = 0.0 if spec.needs_transaction else now
             if self._watchdog.timer is None:
                 self._watchdog.watch()
@@ -155,9 +155,9 @@ class WorkerPool:
         return run
 
     def _end(self, run: Run, outcome: Outcome | None, lag: int, now: float) -> None:
-        """The run of a row has ended. ``lag``: see :meth:`HandlerStatistics.ended`."""
+        """Process the end of a run. ``lag``: see :meth:`HandlerStatistics.ended`."""
         if run.phase is STUCK:
-            self._watchdog.came_back(run)
+            self._watchdog.finished_late(run)
             return
         self._scheduler.leave(run)
         statistics = run.queue.statistics
@@ -166,15 +166,15 @@ class WorkerPool:
                 statistics.ended(outcome, lag, now - run.started)
             else:
                 statistics.count(outcome)
-        if (run.unavailable is not None or run.queue.quota.rest is not None) and self._rests.heed(run, outcome):
-            return  # the run is made again after the rest
+        if (run.unavailable is not None or run.queue.quota.circuit is not None) and self._circuits.update(run, outcome):
+            return  # the run is repeated later
         if outcome is None or run.is_settled:
             self._settler.end(run, outcome)
         else:
             self._settler.add(outcome)
 
     def _has_time(self, now: float, loop: asyncio.AbstractEventLoop) -> bool:
-        """True if a worker may start a run in this turn of the event loop."""
+        """Return True if a worker may start a run in this turn of the event loop."""
         if self._turn_ends is None:
             self._turn_began, self._turn_ends = now, now + SLICE
             loop.call_soon(self._end_turn)
@@ -182,14 +182,16 @@ class WorkerPool:
             if now > self._state.proven_until:
                 if not self._state.is_proven(now):
                     self._intake.drop_all()
-                self._turn_ends = float("-inf")  # first the blocked loop takes in the messages that came meanwhile
+                self._turn_ends = float(
+                    "-inf"
+                )  # the event loop was blocked: first process the messages that have arrived
         return now <= self._turn_ends
 
     def _end_turn(self) -> None:
-        """The next turn of the event loop has come."""
+        """Begin a new turn of the event loop, or pause after a long one."""
         loop = asyncio.get_running_loop()
         if (took := loop.time() - self._turn_began) > LONG_TURN and not self._state.is_stopping:
-            # Outcomes and heartbeats take several turns, and each turn may run a handler that blocks.
+            # Outcomes and heartbeats take several turns, each of which a handler might block again.
             self._turn_began, self._turn_ends = float("inf"), float("-inf")
             self._pause.set(loop.time() + min(LONGEST_PAUSE, took / SHARE_OF_TURN))
             return
@@ -198,7 +200,7 @@ class WorkerPool:
             self._scheduler.call()
 
     async def _wait(self) -> bool:
-        """Wait to be woken; False if the worker ends."""
+        """Wait to be woken; return False if the worker must end."""
         current_envelope.set(None)
         waiter: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._scheduler.idle.append(waiter)
@@ -213,28 +215,28 @@ class WorkerPool:
     # --- a run ---------------------------------------------------------------------------------
 
     async def _run_batch(self, batch: BatchRun, task: asyncio.Task[None]) -> None:
-        """Call a handler for many rows. The settler has each outcome as soon as the row is judged."""
+        """Call a handler with many rows. The settler gets each outcome as soon as it is known."""
         self._expire_old(batch)
         batch.queue.statistics.waited(self._settled_now - row.notification.next_retry_us for row in batch.undone)
         number = len(batch.remaining)
-        batch.started = 0.0  # the handler's time begins when the handler is called
+        batch.started = 0.0  # the timeout begins when the handler is called
         if self._watchdog.timer is None:
             self._watchdog.watch()
         await self._invoker.call_batch(batch, task, lambda row, outcome: self._row_done(batch, row, outcome))
         if batch.phase is STUCK:
-            return self._watchdog.came_back(batch)
+            return self._watchdog.finished_late(batch)
         self._scheduler.leave(batch)
         if batch.unavailable is not None:
             left = list(batch.undone)
-            self._rests.begin(batch, left, progressed=len(left) < number)
+            self._circuits.begin(batch, left, progressed=len(left) < number)
             return
-        if batch.queue.quota.rest is not None:
-            self._rests.heed(batch, None)
-        for row in batch.undone:  # the rows that were not judged
+        if batch.queue.quota.circuit is not None:
+            self._circuits.update(batch, None)
+        for row in batch.undone:  # the rows without an outcome
             self._row_done(batch, row, None)
 
     def _expire_old(self, batch: BatchRun) -> None:
-        """Rows that outlived the retention leave the batch before the handler is called."""
+        """Remove rows past their retention from the batch before the handler is called."""
         rows, spec = batch.parts[0], batch.queue.spec
         old = [row for row in rows if spec.is_too_old(row.notification, self._settled_now)]
         for row in old:
@@ -245,13 +247,13 @@ class WorkerPool:
         batch.parts = [[row for row in rows if row in batch.remaining]] if batch.remaining else []
 
     def _expire(self, row: Run) -> Outcome:
-        """The outcome of a row that outlived the retention."""
-        outcome = self._invoker.judge.expired(row)
+        """Return the outcome of a row past its retention."""
+        outcome = self._invoker.classifier.expired(row)
         row.queue.statistics.count(outcome)
         return outcome
 
     def _row_done(self, batch: BatchRun, row: Run, outcome: Outcome | None) -> None:
-        """A row of a batch has an outcome. The rest of the batch may go on for long."""
+        """Record the outcome of a row of a batch. The rest of the batch may run for much longer."""
         if batch.remaining.pop(row, row) is None:
             if outcome is not None:
                 row.queue.statistics.count(outcome)
@@ -262,7 +264,7 @@ class WorkerPool:
     # --- hooks ---------------------------------------------------------------------------------
 
     def _call_hooks(self) -> None:
-        """Start hook runs while transactions are free, a run of each handler in turn."""
+        """Start hook runs of each handler in turn while transactions are free."""
         if not self._state.may_start(asyncio.get_running_loop().time()):
             return
         self._scheduler.hooks_came = False
@@ -277,7 +279,7 @@ class WorkerPool:
             self._watchdog.watch()
         outcome = await self._invoker.call(run, run.task)
         if run.phase is STUCK:
-            return self._watchdog.came_back(run)
+            return self._watchdog.finished_late(run)
         self._scheduler.leave_hook(run)
         if self._scheduler.hooks_came:
             self._call_hooks()

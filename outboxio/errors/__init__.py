@@ -1,12 +1,11 @@
 """All errors of outboxio.
 
-An error has data as attributes, and a message that says the wrong value and the remedy. Errors of a database driver are
-translated in ``storage/`` and chained, so ``__cause__`` is the error of the driver.
+An error carries its data as attributes, and a message that names the invalid value and the fix. Errors of a database
+driver are translated in ``storage/`` and chained, so that ``__cause__`` is the driver's error.
 """
 
 from outboxio.errors.configuration import (
     ConfigurationError,
-    OtherDatabase,
     OutboxError,
     PooledConnection,
     PoolTooSmall,
@@ -15,6 +14,7 @@ from outboxio.errors.configuration import (
     SettingsError,
     UnknownEventType,
     UnknownHandler,
+    WrongDatabase,
     WrongEventLoop,
     WrongProcess,
 )
@@ -41,18 +41,18 @@ from outboxio.errors.handlers import (
     CancelledByOperator,
     CrashedProcess,
     HandlerFailed,
+    HandlerNotStarted,
     InterruptedRun,
     InvalidEvent,
     InvalidRetryAfter,
     InvalidSignature,
-    NotBegun,
+    MalformedRow,
     RetryAfter,
     ReturnedAsFailed,
     TooManyHops,
     Unavailable,
-    Undescribable,
+    UnprintableError,
     Unprocessable,
-    UnreadableRow,
 )
 from outboxio.errors.transactions import (
     CommitUnknown,
@@ -61,26 +61,71 @@ from outboxio.errors.transactions import (
     NestedExecute,
     NoHandlerTransaction,
     NoTransaction,
+    SelfDeadlock,
     StaleRecord,
     TransactionClosed,
     TransactionEnded,
     TransactionError,
-    WaitsForItself,
 )
 
 __all__ = [
-    "AmbiguousTypeName", "CancelledByOperator", "CommitUnknown", "ConcurrentUse", "ConfigurationError",
-    "CrashedProcess", "DatabaseError", "DatabaseUnavailable", "DrainTimeout", "HandlerFailed", "InterruptedRun",
-    "InvalidEvent", "InvalidRetryAfter", "InvalidSignature", "KeyedLockError", "LockHeld", "LockLost", "LockTimeout",
-    "NestedConnection", "NestedExecute", "NoHandlerTransaction", "NoTransaction", "NotBegun", "OtherDatabase",
-    "OutboxError", "PoolExhausted", "PoolTooSmall", "PooledConnection", "RegistrationError", "RetryAfter",
-    "ReturnedAsFailed", "RightsMissing", "SameDatabase", "SchemaError", "SchemaInUse", "SchemaMissing",
-    "SchemaNewer", "SchemaNotAdoptable", "SchemaOccupied", "SettingsError", "ShutdownError", "StaleRecord",
-    "TooManyHops", "TransactionClosed", "TransactionEnded", "TransactionError", "Unavailable", "Undescribable",
-    "UnknownEventType", "UnknownHandler", "Unprocessable", "UnreadableRow", "WaitsForItself", "WrongEventLoop",
+    "AmbiguousTypeName",
+    "CancelledByOperator",
+    "CommitUnknown",
+    "ConcurrentUse",
+    "ConfigurationError",
+    "CrashedProcess",
+    "DatabaseError",
+    "DatabaseUnavailable",
+    "DrainTimeout",
+    "HandlerFailed",
+    "HandlerNotStarted",
+    "InterruptedRun",
+    "InvalidEvent",
+    "InvalidRetryAfter",
+    "InvalidSignature",
+    "KeyedLockError",
+    "LockHeld",
+    "LockLost",
+    "LockTimeout",
+    "MalformedRow",
+    "NestedConnection",
+    "NestedExecute",
+    "NoHandlerTransaction",
+    "NoTransaction",
+    "OutboxError",
+    "PoolExhausted",
+    "PoolTooSmall",
+    "PooledConnection",
+    "RegistrationError",
+    "RetryAfter",
+    "ReturnedAsFailed",
+    "RightsMissing",
+    "SameDatabase",
+    "SchemaError",
+    "SchemaInUse",
+    "SchemaMissing",
+    "SchemaNewer",
+    "SchemaNotAdoptable",
+    "SchemaOccupied",
+    "SelfDeadlock",
+    "SettingsError",
+    "ShutdownError",
+    "StaleRecord",
+    "TooManyHops",
+    "TransactionClosed",
+    "TransactionEnded",
+    "TransactionError",
+    "Unavailable",
+    "UnknownEventType",
+    "UnknownHandler",
+    "UnprintableError",
+    "Unprocessable",
+    "WrongDatabase",
+    "WrongEventLoop",
     "WrongProcess",
 ]  # fmt: skip
 
-# Tracebacks, logs, stored errors and pickles show the module from which applications import the errors.
+# Tracebacks, logs, stored errors and pickles show the module that users import the errors from.
 for _name in __all__:
     globals()[_name].__module__ = __name__

@@ -1,4 +1,4 @@
-"""Errors of databases, and of work that did not end in time."""
+"""Database errors, and errors about work that did not finish in time."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from outboxio.errors.configuration import OutboxError
 
 
 class DatabaseError(OutboxError):
-    """The database or the network failed. ``__cause__`` is the exception of the driver."""
+    """The database or the network failed. ``__cause__`` is the driver's exception."""
 
 
 class DatabaseUnavailable(DatabaseError):
-    """A database cannot be reached, does not answer any more, or is read-only at present."""
+    """A database is unreachable, unresponsive, or currently read-only."""
 
     _failed = "cannot be reached"
 
@@ -25,13 +25,13 @@ class DatabaseUnavailable(DatabaseError):
 
 
 class PoolExhausted(DatabaseUnavailable):
-    """All connections of a pool were in use for the setting ``pool_timeout``. The action was not begun.
+    """No connection became free within the setting ``pool_timeout``. The action was not started.
 
-    On SQLite the writing connection is a pool of size 1. ``held``: the seconds since the longest-used connection was
-    taken; ``None`` if the pool is the application's.
+    On SQLite the writing connection counts as a pool of size 1. ``held`` is how many seconds the longest-held
+    connection has been in use; ``None`` for a user-supplied pool.
     """
 
-    _failed = "has no connection left"
+    _failed = "has no free connection"
 
     def __init__(self, shard: str, where: str, *, size: int, in_use: int, held: float | None, timeout: float) -> None:
         self.size = size
@@ -42,20 +42,20 @@ class PoolExhausted(DatabaseUnavailable):
         super().__init__(
             shard,
             where,
-            f"{in_use} of at most {size} connections for actions are in use{longest}, and none came back within "
-            f"pool_timeout, {timeout:g} s. An action that waits for another service or for a lock keeps its "
-            "connection: shorten such actions, run fewer at once, or raise pool_timeout",
+            f"{in_use} of at most {size} connections for actions are in use{longest}, and none was released within "
+            f"pool_timeout, {timeout:g} s. An action holds its connection while it waits for another service or for a "
+            "lock: shorten such actions, run fewer at once, or raise pool_timeout",
         )
 
 
 class DrainTimeout(OutboxError, TimeoutError):
-    """``drain`` still found due work at the timeout."""
+    """``drain`` timed out while work was still due."""
 
     def __init__(self, shard: str) -> None:
         self.shard = shard
         super().__init__(
             f"shard {shard!r} still has due work after the timeout of drain(): handlers take longer, or another "
-            "process holds the locks and is not through yet"
+            "process holds the locks and has not finished"
         )
 
 
@@ -66,26 +66,27 @@ class ShutdownError(OutboxError):
         self.notification_ids = tuple(notification_ids)
         ids = ", ".join(str(i) for i in self.notification_ids)
         super().__init__(
-            f"{len(self.notification_ids)} outcomes could not be written before shutdown_timeout; these handlers have "
-            f"run and will run again: {ids}"
+            f"{len(self.notification_ids)} outcomes could not be written within shutdown_timeout; the handlers of "
+            f"these notifications have run and will run again: {ids}"
         )
 
 
-# --- errors about tables, columns, indexes and rights ---------------------------------------------
+# --- errors about tables, columns, indexes and privileges -----------------------------------------
 
 
 class SchemaError(OutboxError):
-    """The tables do not fit this version of outboxio."""
+    """The tables do not match this version of outboxio."""
 
 
 class SchemaMissing(SchemaError):
-    """Tables, columns or indexes are missing. The message names the first of them, and the command that makes them.
+    """Tables, columns or indexes are missing. The message names the first of them, and the command that creates them.
 
-    * ``missing``: all missing parts, in words.
-    * ``files``: the SQL files that make the missing parts, for a tool that runs SQL files, as ``outboxio check`` lists.
-    * ``by_hand``: statements for parts that existed before and held data, which ``migrate()`` does not make again.
-    * ``instead``: the statements that ``migrate()`` runs for indexes, which hold only copies of data.
-    * ``uses_alembic``: the database has revisions of Alembic, and the missing parts are of newer files, so that
+    * ``missing``: descriptions of all missing parts.
+    * ``files``: the SQL files that create the missing parts, for tools that run SQL files, as ``outboxio check`` lists
+      them.
+    * ``by_hand``: statements for parts that existed before and held data, which ``migrate()`` does not recreate.
+    * ``instead``: the statements that ``migrate()`` runs for indexes, which it can recreate without loss.
+    * ``uses_alembic``: True if the database has Alembic revisions and newer files create the missing parts, so that
       ``outboxio alembic-revision`` applies.
     """
 
@@ -129,36 +130,36 @@ class SchemaNewer(SchemaError):
         self.found = found
         self.known = known
         super().__init__(
-            f"the schema of shard {shard!r} is at version {found}, this outboxio knows versions up to {known}: "
+            f"the schema of shard {shard!r} is at version {found}, but this outboxio supports versions up to {known}: "
             "upgrade outboxio in this process"
         )
 
 
 class SchemaOccupied(SchemaError):
-    """The database has an incomplete eventlog table of a foreign tool."""
+    """The database has an incomplete eventlog table that was created by another tool."""
 
     def __init__(self, shard: str, missing: Sequence[str], statements: Sequence[str] = ()) -> None:
         self.shard = shard
         self.missing = tuple(missing)
         self.statements = tuple(statements)
         super().__init__(
-            f"the database of shard {shard!r} has eventlog tables that outboxio did not make and never edits; they "
+            f"the database of shard {shard!r} has eventlog tables that outboxio did not create and never alters; they "
             f"lack {', '.join(missing)}: add these by hand, as sql/ does ({'; '.join(statements)}), then migrate again"
         )
 
 
 class SchemaNotAdoptable(SchemaError):
-    """The tables of the database are not those of Ekbatan, so ``outbox.adopt()`` takes nothing over.
+    """The tables of the database are not Ekbatan's, so ``outbox.adopt()`` adopts nothing.
 
-    ``flaws``: the differences, each in words.
+    ``flaws``: descriptions of the differences.
     """
 
     def __init__(self, shard: str, flaws: Sequence[str]) -> None:
         self.shard = shard
         self.flaws = tuple(flaws)
         super().__init__(
-            f"the database of shard {shard!r} cannot be taken over, because {'; '.join(flaws)}; nothing was changed: "
-            "make these parts as Ekbatan has them, then adopt again, or call `await outbox.migrate()` in a database "
+            f"the database of shard {shard!r} cannot be adopted, because {'; '.join(flaws)}; nothing was changed: "
+            "change these parts to match Ekbatan's, then adopt again, or call `await outbox.migrate()` in a database "
             "without such tables"
         )
 
@@ -166,7 +167,7 @@ class SchemaNotAdoptable(SchemaError):
 class SchemaInUse(SchemaError):
     """``migrate(contract=True)`` would drop a part that processes of an older version still use.
 
-    ``handlers``: the handlers that these processes have announced within 2 minutes, each as ``namespace/name``.
+    ``handlers``: the handlers that these processes announced within the last 2 minutes, each as ``namespace/name``.
     """
 
     def __init__(self, shard: str, handlers: Sequence[str], files: Sequence[str]) -> None:
@@ -174,37 +175,37 @@ class SchemaInUse(SchemaError):
         self.handlers = tuple(handlers)
         self.files = tuple(files)
         super().__init__(
-            f"shard {shard!r}: a process of an older version of outboxio has announced {', '.join(handlers)} within 2 "
-            f"minutes, and {', '.join(files)} drops a part that this process uses; nothing was applied: stop the "
+            f"shard {shard!r}: a process with an older version of outboxio announced {', '.join(handlers)} within the "
+            f"last 2 minutes, and {', '.join(files)} drops a part that it uses; nothing was applied: stop the "
             "processes of the older version, wait for 2 minutes, and migrate with contract again (without contract, "
-            "migrate works beside them)"
+            "migrate can run beside them)"
         )
 
 
 class RightsMissing(SchemaError):
-    """The user of the database lacks rights. ``statements`` grant them to the user."""
+    """The database user lacks privileges. ``statements`` are the statements that grant them."""
 
     def __init__(self, shard: str, who: str, lacking: str, statements: Sequence[str]) -> None:
         self.shard = shard
         self.who = who
         self.statements = tuple(statements)
         super().__init__(
-            f"shard {shard!r}: the database's user {who} lacks {lacking}: ask the owner of the tables to run "
-            f"{'; '.join(statements)}. docs/operate/security.md says which rights each user needs"
+            f"shard {shard!r}: the database user {who} lacks {lacking}: ask the owner of the tables to run "
+            f"{'; '.join(statements)}. docs/operate/security.md lists the privileges that each user needs"
         )
 
     @classmethod
-    def told_by(cls, shard: str, error: BaseException) -> RightsMissing:
-        """The error for a right that the database alone can name."""
+    def from_error(cls, shard: str, error: BaseException) -> RightsMissing:
+        """Return the error for a privilege that only the database's message names."""
         grant = "the GRANT for the table or function that the database names"
-        return cls(shard, "of this process", f"a right ({error})", [grant])
+        return cls(shard, "of this process", f"a privilege ({error})", [grant])
 
 
 def _by_hand(statements: Sequence[str], files: Sequence[str]) -> str:
-    told = f": {'; '.join(statements)}" if statements else ""
+    listed = f": {'; '.join(statements)}" if statements else ""
     return (
-        "outboxio does not make a part again that held data, because the loss would go unnoticed. Restore a backup, or "
-        f"make the part by hand, as {', '.join(files)} does{told}"
+        "outboxio does not recreate a part that held data, because the loss would go unnoticed. Restore a backup, or "
+        f"create the part by hand, as {', '.join(files)} does{listed}"
     )
 
 
@@ -212,37 +213,37 @@ def _by_hand(statements: Sequence[str], files: Sequence[str]) -> str:
 
 
 class KeyedLockError(OutboxError):
-    """A keyed lock was not taken, or not kept. ``key`` is the key, ``shard`` the shard."""
+    """A keyed lock was not acquired, or was lost. ``key`` is the key, ``shard`` the shard."""
 
-    def __init__(self, key: str, shard: str, told: str) -> None:
+    def __init__(self, key: str, shard: str, reason: str) -> None:
         self.key = key
         self.shard = shard
-        super().__init__(f"lock {key!r} on shard {shard!r} {told}")
+        super().__init__(f"lock {key!r} on shard {shard!r} {reason}")
 
 
 class LockTimeout(KeyedLockError, TimeoutError):
-    """A keyed lock was not taken within ``timeout`` seconds. The block was not entered."""
+    """A keyed lock was not acquired within ``timeout`` seconds. The block was not entered."""
 
     def __init__(self, key: str, shard: str, timeout: float, why: str) -> None:
         self.timeout = timeout
-        super().__init__(key, shard, f"was not taken within {timeout:g} s: {why}")
+        super().__init__(key, shard, f"was not acquired within {timeout:g} s: {why}")
 
 
 class LockHeld(KeyedLockError):
-    """A keyed lock was asked for inside its own block, which would wait for itself."""
+    """A keyed lock was requested inside its own block, which would deadlock."""
 
     def __init__(self, key: str, shard: str) -> None:
         super().__init__(
-            key, shard, "is held by the block around this call, which would wait for itself: pass the lock on as an "
-            "argument, or start this task outside of the block",
+            key, shard, "is held by the enclosing block, so this call would deadlock: pass the lock as an argument, or "
+            "start this task outside the block",
         )  # fmt: skip
 
 
 class LockLost(KeyedLockError):
-    """A keyed lock ended with its session before its block did. A different process may have held the lock since."""
+    """The session of a keyed lock ended before the block did. Another process may have held the lock since."""
 
     def __init__(self, key: str, shard: str) -> None:
         super().__init__(
-            key, shard, "was lost with its session before the block ended, and a different process may have held the "
-            "lock since: check the work of the block, or do the work again under a new lock",
+            key, shard, "was lost with its session before the block ended, and another process may have held it since: "
+            "check the work of the block, or redo it under a new lock",
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Errors that a handler raises, and errors that end or postpone a notification."""
+"""Errors raised by handlers, and errors that end or postpone a notification."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from outboxio.support.text import spelled
 
 
 class InterruptedRun(OutboxError):
-    """A run of a handler with delivery at most once was begun and never ended. The handler is not run again."""
+    """A run of an at-most-once handler started and never finished. The handler is not run again."""
 
     def __init__(self, handler_name: str) -> None:
         self.handler_name = handler_name
         super().__init__(
-            f"a run of handler {handler_name!r} was begun before and never ended: its process died, or lost its "
-            "database. It runs at most once, so it is not begun again; look at what it did, then retry or skip it"
+            f"a run of handler {handler_name!r} started and never finished: its process died, or lost its database. "
+            "The handler runs at most once, so it is not started again; check its effects, then retry or skip it"
         )
 
 
 class CancelledByOperator(OutboxError):
-    """An operator has cancelled the run. The attempt counts as failed, and the retry policy applies.
+    """An operator cancelled the run. The attempt counts as failed, and the retry policy applies.
 
-    The error of the attempt in the column ``errors``. A handler sees ``asyncio.CancelledError``, as at its timeout.
+    This error is stored in the column ``errors``. The handler itself gets ``asyncio.CancelledError``, as at a timeout.
     """
 
     def __init__(self, actor: str, reason: str | None) -> None:
@@ -34,20 +34,20 @@ class CancelledByOperator(OutboxError):
 
 
 class CrashedProcess(OutboxError):
-    """The process ended during each run of a handler for an event. The handler is not run again for this event."""
+    """The process died during every run of a handler for an event. The handler is not run again for this event."""
 
     def __init__(self, handler_name: str, starts: int) -> None:
         self.handler_name = handler_name
         self.starts = starts
         super().__init__(
-            f"handler {handler_name!r} was begun {starts} times for this event, at last with no other run beside it, "
-            "and each time its process ended before it did. It is not begun again: find out what ends the process "
-            "(os._exit, a fault in native code, no memory left), mend it, then retry or skip the notification"
+            f"handler {handler_name!r} was started {starts} times for this event, the last time with no other run in "
+            "progress, and each time the process died before it finished. It is not started again: find out what kills "
+            "the process (os._exit, a crash in native code, out of memory), fix it, then retry or skip the notification"
         )
 
 
-class UnreadableRow(OutboxError):
-    """A row of ``event_notifications`` has an unreadable value. The notification is DEAD, and no handler was called.
+class MalformedRow(OutboxError):
+    """A row of ``event_notifications`` has an invalid value. The notification is DEAD, and no handler was called.
 
     The row was written by hand, or the table was changed. Correct the row, then retry the notification.
     """
@@ -56,26 +56,26 @@ class UnreadableRow(OutboxError):
         self.notification_id = notification_id
         self.reason = reason
         super().__init__(
-            f"notification {notification_id} cannot be read: {reason}. Its handler is not called; correct the row in "
+            f"notification {notification_id} is malformed: {reason}. Its handler is not called; correct the row in "
             "event_notifications, then retry or skip the notification"
         )
 
 
-class Undescribable(OutboxError):
-    """A handler failed with an error that cannot be described. The handler is retried after the default backoff."""
+class UnprintableError(OutboxError):
+    """A handler failed with an error whose description failed as well. The default backoff applies."""
 
     def __init__(self, error_type: str, reason: str) -> None:
         self.error_type = error_type
         self.reason = reason
         super().__init__(
-            f"the handler failed with {error_type}, which cannot be described ({reason}); the default backoff applies"
+            f"the handler failed with {error_type}, which cannot be formatted ({reason}); using the default backoff"
         )
 
 
 class Unprocessable(Exception):
-    """Raised by a handler: this event can never be handled, so do not retry.
+    """Raise in a handler if the event can never be processed: it is not retried.
 
-    The notification is DEAD at once, and this error is stored. Notifications of other handlers do not change.
+    The notification becomes DEAD immediately, with this error. Notifications of other handlers are not affected.
 
     Example::
 
@@ -84,7 +84,7 @@ class Unprocessable(Exception):
 
 
 class InvalidRetryAfter(OutboxError, ValueError):
-    """A delay or moment of a ``RetryAfter``, or of an ``Unavailable``, is invalid. In a handler, this is a failure.
+    """The delay or time of a ``RetryAfter`` or an ``Unavailable`` is invalid. In a handler, this fails the run.
 
     ``option`` is ``"delay"``, ``"at"`` or ``"retry_in"``, ``value`` the invalid value.
     """
@@ -97,14 +97,14 @@ class InvalidRetryAfter(OutboxError, ValueError):
 
 
 class RetryAfter(Exception):
-    """Raised by a handler: retry at the given moment, not after the backoff.
+    """Raise in a handler to retry at a given time instead of after the backoff.
 
     * ``delay``: a ``timedelta``, a number of seconds from now, or text such as ``"30"``, ``"90s"`` or ``"PT1M"``.
-    * ``at``: a ``datetime``, naive UTC or aware. Give either ``delay`` or ``at``.
-    * ``count_attempt``: ``False`` if the run shall not count as an attempt.
+    * ``at``: a ``datetime``, naive UTC or aware. Pass either ``delay`` or ``at``.
+    * ``count_attempt``: ``False`` if the run should not count as an attempt.
 
-    A moment beyond the retention window ends the notification EXPIRED. Raises :class:`InvalidRetryAfter` for an invalid
-    delay or moment, and :class:`TypeError` for both or neither.
+    If the time is beyond the retention window, the notification ends EXPIRED. Raises :class:`InvalidRetryAfter` for an
+    invalid delay or time, and :class:`TypeError` if both or neither are given.
 
     Example::
 
@@ -124,8 +124,8 @@ class RetryAfter(Exception):
         count_attempt: bool = True,
     ) -> None:
         if (delay is None) == (at is None):
-            raise TypeError("RetryAfter needs either a delay or at=, and not both")
-        _require_moment(delay, at)
+            raise TypeError("RetryAfter needs either a delay or at=, not both")
+        _require_time(delay, at)
         self.delay = delay
         self.at = at
         self.count_attempt = count_attempt
@@ -133,16 +133,17 @@ class RetryAfter(Exception):
 
 
 class Unavailable(Exception):
-    """Raised by a handler, or returned for an envelope of a batch: a service that the handler needs is away.
+    """Raise in a handler, or return for an envelope of a batch, if a service that the handler needs is unavailable.
 
-    The run uses up no attempt, and no row is written. The whole handler rests for ``retry_in``, a ``timedelta``, a
-    number of seconds, or text such as ``"5s"``; without ``retry_in`` for 0.1 s, then twice as long after each further
-    run that finds the service away, up to 30 s. After a rest a single run tries the service, and the rest follow.
-    ``reason`` is shown in the log, in the overview and by ``outbox.health()``.
+    The run does not count as an attempt, and no row is written. The circuit breaker of the handler opens: no run of
+    the handler starts for ``retry_in``, a ``timedelta``, a number of seconds, or text such as ``"5s"``. Without
+    ``retry_in`` it stays open for 0.1 s, and twice as long after each further failure, up to 30 s. Then a single run
+    probes the service; if it succeeds, the circuit closes. ``reason`` appears in the log, in the overview and in
+    ``outbox.health()``.
 
-    A handler with ``delivery="at_most_once"`` has begun its only run, so the notification ends DEAD.
+    With ``delivery="at_most_once"`` the only run has already started, so the notification ends DEAD.
 
-    Raises :class:`InvalidRetryAfter` for a ``retry_in`` that is no duration, or not longer than zero.
+    Raises :class:`InvalidRetryAfter` if ``retry_in`` is not a duration longer than zero.
 
     Example::
 
@@ -162,7 +163,7 @@ class Unavailable(Exception):
 
 
 class HandlerFailed(Exception):
-    """The stored error of a notification that is DEAD or EXPIRED, as the argument of an ``on_dead`` hook.
+    """The stored error of a DEAD or EXPIRED notification, passed to the ``on_dead`` hook.
 
     ``type``, ``message`` and ``traceback`` describe the last error, ``attempt`` is the number of the failed run.
     """
@@ -183,19 +184,19 @@ class ReturnedAsFailed(Exception):
         super().__init__(f"handler {handler_name!r} returned this event as failed")
 
 
-class NotBegun(RetryAfter):
-    """The transaction of a handler could not begin, so the handler was not called. The retry follows after 1 s."""
+class HandlerNotStarted(RetryAfter):
+    """The transaction of a handler could not be started, so the handler was not called. It is retried after 1 s."""
 
     def __init__(self, handler_name: str) -> None:
         super().__init__(1.0, count_attempt=False)
         self.handler_name = handler_name
 
     def __str__(self) -> str:
-        return f"handler {self.handler_name!r} could not be begun: {self.__cause__!r}"
+        return f"handler {self.handler_name!r} could not be started: {self.__cause__!r}"
 
 
-def _require_moment(delay: object, at: object) -> None:
-    """Raise :class:`InvalidRetryAfter` unless the given ``delay`` or ``at`` is valid."""
+def _require_time(delay: object, at: object) -> None:
+    """Raise :class:`InvalidRetryAfter` unless ``delay`` or ``at`` is valid."""
     from outboxio.support.duration import parse_duration  # duration imports this module
 
     if at is not None:
@@ -225,10 +226,10 @@ def _require_pause(retry_in: object) -> None:
 
 
 class InvalidEvent(OutboxError):
-    """An event, the parameters or the names of an event cannot be stored. No row was written.
+    """An event, its parameters or its names cannot be stored. No row was written.
 
-    ``subject`` is the refused object (``"event MoneyDeposited"``), ``reason`` the cause. ``without_value`` is the
-    message for the log, without values of the event that the reason quotes.
+    ``subject`` names the refused object (``"event MoneyDeposited"``), ``reason`` the cause. ``without_value`` is the
+    message for the log, without the event's values that ``reason`` may quote.
     """
 
     def __init__(self, subject: str, reason: str, *, logged: str | None = None) -> None:
@@ -239,9 +240,9 @@ class InvalidEvent(OutboxError):
 
 
 class InvalidSignature(OutboxError):
-    """A webhook was not signed with a secret of yours, or was changed or signed too long ago. Answer 401.
+    """A webhook was not signed with one of your secrets, was modified, or was signed too long ago. Respond with 401.
 
-    ``scheme`` is the scheme of the signature, such as ``"stripe"``, ``reason`` the cause, without secrets.
+    ``scheme`` is the signature scheme, such as ``"stripe"``, ``reason`` the cause, without secrets.
     """
 
     def __init__(self, scheme: str, reason: str) -> None:
@@ -251,7 +252,7 @@ class InvalidSignature(OutboxError):
 
 
 class AmbiguousTypeName(InvalidEvent):
-    """Two different classes share an event type name."""
+    """Two classes have the same event type name."""
 
     def __init__(self, name: str, first: type, second: type) -> None:
         self.name = name
@@ -259,21 +260,21 @@ class AmbiguousTypeName(InvalidEvent):
         self.second = second
         super().__init__(
             f"event type {name!r}",
-            f"{_where(first)} and {_where(second)} share this name, so their rows could not be told apart; "
-            f'give one of them another: class {second.__name__}(Event, type_name="...")',
+            f"{_where(first)} and {_where(second)} share this name, so their rows would be indistinguishable; "
+            f'rename one of them: class {second.__name__}(Event, type_name="...")',
         )
 
 
 class TooManyHops(OutboxError):
-    """A chain of events that cause events is longer than the setting ``max_hops``."""
+    """A chain of events that cause further events exceeds the setting ``max_hops``."""
 
     def __init__(self, hops: int, max_hops: int, handler_name: str) -> None:
         self.hops = hops
         self.max_hops = max_hops
         self.handler_name = handler_name
         super().__init__(
-            f"handler {handler_name!r} would cause hop {hops} of one chain of events; max_hops is {max_hops}. "
-            "Two handlers probably cause each other's events; break the circle, or raise max_hops"
+            f"handler {handler_name!r} would cause hop {hops} of a chain of events, but max_hops is {max_hops}. "
+            "Two handlers probably trigger each other; break the cycle, or raise max_hops"
         )
 
 

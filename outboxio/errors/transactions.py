@@ -1,4 +1,4 @@
-"""Errors about the use of transactions, and about actions that conflict or may have committed."""
+"""Errors about misused transactions, conflicting actions and unknown commits."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from uuid import UUID
 from outboxio.errors.configuration import OutboxError
 
 
-class WaitsForItself(OutboxError):
-    """A call inside a handler or a transaction would wait for the end of the handler or transaction. It was refused.
+class SelfDeadlock(OutboxError):
+    """A call inside a handler or a transaction would wait for that handler or transaction to end. It was refused.
 
-    ``call`` is the call, ``inside`` the place: ``drain()`` inside a handler of the same outbox, for example.
+    ``call`` is the refused call, ``inside`` the enclosing handler or transaction: for example, ``drain()`` inside a
+    handler of the same outbox.
     """
 
-    def __init__(self, call: str, inside: str, remedy: str) -> None:
+    def __init__(self, call: str, inside: str, fix: str) -> None:
         self.call = call
         self.inside = inside
-        super().__init__(f"{call} inside {inside} would wait until that has ended, and so for itself: {remedy}")
+        super().__init__(f"{call} inside {inside} would deadlock: {fix}")
 
 
 class TransactionError(OutboxError):
@@ -30,16 +31,16 @@ class NestedExecute(TransactionError):
         self.outer = outer
         self.inner = inner
         if is_reading:
-            super().__init__(f"execute({inner}) inside {outer}: let the block that reads end first, then execute")
+            super().__init__(f"execute({inner}) inside {outer}: execute the action after the block has ended")
             return
-        remedy = (
+        fix = (
             f"Use envelope.execute({inner}), which joins the transaction"
             if in_handler
             else f"Emit an event in {outer}, and let a handler of that event execute {inner}"
         )
         super().__init__(
-            f"execute({inner}) inside the transaction of {outer}: it would commit on its own, even if {outer} fails. "
-            f"{remedy}"
+            f"execute({inner}) inside the transaction of {outer}: it would commit separately, even if {outer} fails. "
+            f"{fix}"
         )
 
 
@@ -49,28 +50,28 @@ class NestedConnection(TransactionError):
     def __init__(self, outer: str, *, in_handler: bool = False, is_reading: bool = False) -> None:
         self.outer = outer
         if is_reading:
-            super().__init__(f"{outer} inside {outer}: read on the connection that is open already")
+            super().__init__(f"{outer} inside {outer}: use the connection that is already open")
             return
         tx = "envelope.tx" if in_handler else "tx"
         super().__init__(
-            f"outbox.connection() inside the transaction of {outer}: it would not see what {outer} has written. Read "
+            f"outbox.connection() inside the transaction of {outer}: it would not see the writes of {outer}. Read "
             f"through {tx}, as in {tx}.fetch(...)"
         )
 
 
 class NoHandlerTransaction(TransactionError):
-    """A handler without a transaction has used ``envelope.tx``."""
+    """``envelope.tx`` was used in a handler that has no transaction."""
 
     def __init__(self, handler_name: str) -> None:
         self.handler_name = handler_name
         super().__init__(
-            f'handler {handler_name!r} has no transaction: register it with delivery="transactional", and what it '
-            "writes through envelope.tx commits together with its delivery"
+            f'handler {handler_name!r} has no transaction: register it with delivery="transactional"; its writes '
+            "through envelope.tx then commit together with its delivery"
         )
 
 
 class TransactionClosed(TransactionError):
-    """``tx`` was used after the end of the action."""
+    """``tx`` was used after the action had ended."""
 
     def __init__(self, action_name: str) -> None:
         self.action_name = action_name
@@ -86,47 +87,47 @@ class ConcurrentUse(TransactionError):
     def __init__(self, action_name: str) -> None:
         self.action_name = action_name
         super().__init__(
-            f"the transaction of {action_name} is in use by another statement: one connection runs one statement at "
-            "a time; await them one after the other, not with gather() or a task group"
+            f"the transaction of {action_name} is in use by another statement: a connection runs one statement at a "
+            "time; await statements one after the other, not with gather() or a task group"
         )
 
 
 class TransactionEnded(TransactionError):
-    """A statement has ended the transaction of an action, or was refused as such a statement."""
+    """A statement ended the transaction of an action, or was refused because it would have."""
 
     def __init__(self, action_name: str, statement: str) -> None:
         self.action_name = action_name
         self.statement = statement
         super().__init__(
             f"{statement!r} ends the transaction of {action_name}; outboxio commits when perform returns and rolls "
-            "back when it raises. Use a savepoint for a part that may fail"
+            "back when it raises. Use a savepoint for a part that is allowed to fail"
         )
 
 
 class NoTransaction(TransactionError):
-    """The connection on which events should be recorded has no open transaction."""
+    """Events were recorded on a connection without an open transaction."""
 
     def __init__(self, connection: object) -> None:
         super().__init__(
             f"recording events needs a connection with an open transaction, and {type(connection).__name__} has none: "
-            "they would be committed apart from your own rows. Begin a transaction first, or turn autocommit off"
+            "the events would be committed separately from your rows. Begin a transaction first, or turn autocommit off"
         )
 
 
 class StaleRecord(OutboxError):
-    """A concurrent transaction has changed a row that the action has read. By default, 3 retries follow."""
+    """A concurrent transaction changed a row that the action had read. By default, the action is retried 3 times."""
 
     def __init__(self, model_type: str, model_id: object = None, version: object = None) -> None:
         self.model_type = model_type
         self.model_id = model_id
         self.version = version
         subject = model_type if model_id is None else f"{model_type} {model_id}"
-        change = "was changed since it was read" if version is None else f"is no longer at version {version}"
+        change = "has changed since it was read" if version is None else f"is no longer at version {version}"
         super().__init__(f"{subject} {change}, or does not exist")
 
 
 class CommitUnknown(OutboxError):
-    """The connection was lost during COMMIT, so the action may be committed or not. The action is never retried.
+    """The connection was lost during COMMIT, so the action may or may not be committed. It is never retried.
 
     Search the table ``events`` for ``action_id``: a committed action has rows there.
     """
@@ -135,6 +136,6 @@ class CommitUnknown(OutboxError):
         self.action_name = action_name
         self.action_id = action_id
         super().__init__(
-            f"the connection was lost during COMMIT of {action_name}; it may have been committed. Look for "
-            f"action_id = '{action_id}' in events before you run it again"
+            f"the connection was lost during COMMIT of {action_name}, which may have been committed. Look for "
+            f"action_id = '{action_id}' in events before running it again"
         )

@@ -1,4 +1,4 @@
-"""Options for people: the fields of a struct that differ from the defaults, in the forms of JSON or as texts."""
+"""Readable options: the fields of a struct that differ from the defaults, as JSON values or as text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEFAULT_OPTIONS: HandlerOptions = checked_options("", "", {})
 
 
 def changed(given: Struct, defaults: Struct) -> dict[str, Any]:
-    """The fields that differ from the defaults, as text where JSON has no form.
+    """Return the fields that differ from the defaults, as JSON values, or as text where JSON has no type for them.
 
     Example::
 
@@ -28,7 +28,7 @@ def changed(given: Struct, defaults: Struct) -> dict[str, Any]:
 
 
 def in_texts(options: HandlerOptions) -> dict[str, str]:
-    """The options that differ from the defaults, as texts.
+    """Return the options that differ from the defaults, as text.
 
     Example::
 

@@ -25,20 +25,20 @@ class FindingHooks(ABC):
         self._finding_hooks: dict[str, FindingHook] = {}
 
     def on_finding(self, function: H) -> H:
-        """Register an async function that is called when a finding of ``outbox.admin.overview()`` appears, and ends.
+        """Register an async function that is called when a finding of ``outbox.admin.overview()`` appears or ends.
 
-        The function gets a :class:`Finding`. ``ended`` is ``None`` when the finding has appeared, and a time when the
-        finding was absent from two evaluations in a row. A finding is the same while ``rule``, ``handler``, ``job`` and
-        ``shard`` are; ``since`` is set. Findings are evaluated every 15 s, in one of the processes in ``running()``
-        that have the function; the cluster knows a function by its qualified name. Another process takes over without
-        repeating findings.
+        The function gets a :class:`Finding`. Its ``ended`` is ``None`` when the finding appears, and a time when it was
+        absent from two consecutive evaluations. Findings are identified by ``rule``, ``handler``, ``job`` and
+        ``shard``; ``since`` is set. They are evaluated every 15 s, in one of the processes in ``running()`` that have
+        the function, which is identified by its qualified name. If another process takes over, findings are not
+        repeated.
 
-        Each call is made at least once: a crash between the call and its record repeats it. A call that raises, or
-        takes longer than 30 s, is logged and made again at the next evaluation. An outbox without such a function
-        evaluates nothing. A process cannot report that no process runs: ``outboxio watch`` can.
+        Calls are made at least once: a call is repeated if the process crashes before recording it. A call that raises,
+        or takes longer than 30 s, is logged and repeated at the next evaluation. Without such a function, nothing is
+        evaluated. To detect that no process is running, use ``outboxio watch``.
 
         Raises :class:`RegistrationError` for a function that is not async, cannot be called with a finding, has the
-        qualified name of a registered function, or comes while ``running()`` is entered.
+        qualified name of a registered function, or is registered while ``running()`` is entered.
 
         Example::
 

@@ -1,4 +1,4 @@
-"""Handlers, which react to events. A handler's name is schema: the name is stored with every notification."""
+"""Handlers, which react to events. The name of a handler is stored with every notification."""
 
 from __future__ import annotations
 
@@ -74,9 +74,9 @@ class Handler(Struct, frozen=True, kw_only=True):
     topic: str | None
     options: HandlerOptions
     given: Callable[..., Any]
-    """The function as the application wrote it."""
+    """The user's function."""
     function: Callable[..., Awaitable[Any]]
-    """Calls the handler: a plain function in a thread, and with the resources and contexts of a run."""
+    """Calls the user's function: in a thread if it is a plain function, and with its resources and contexts."""
     thread: InThread | None
     where: str
     close: Callable[[], Any] | None = None
@@ -88,12 +88,12 @@ class Handler(Struct, frozen=True, kw_only=True):
         return self.aliases | {self.name}
 
     @property
-    def wanted_names(self) -> list[str]:
-        """The names of the event types that the application has given, without subclasses."""
+    def event_type_names(self) -> list[str]:
+        """The names of the event types as specified, without subclasses."""
         return sorted({*map(type_name, self.event_types), *self.type_names})
 
     def accepts(self) -> Iterator[type[AnyEvent]]:
-        """The event classes of the handler, subclasses included."""
+        """Return the event classes of the handler, subclasses included."""
         for cls in self.event_types:
             yield from with_subclasses(cls)
 
@@ -101,10 +101,10 @@ class Handler(Struct, frozen=True, kw_only=True):
 class EventHandler(Generic[E]):
     """The class form of a handler: options as class attributes, dependencies through the constructor.
 
-    ``name`` is required and is stored with every notification: treat the name as part of your schema, and rename a
-    handler through ``aliases``. Event types are read from ``event_types``, or else from the type parameter. The
-    remaining attributes are the options of ``@outbox.handler``. A raw handler names event types by class or by stored
-    name, and is an ``EventHandler[bytes]``.
+    ``name`` is required and stored with every notification: treat it as part of your schema, and rename a handler with
+    ``aliases``. Event types are read from ``event_types``, or else from the type parameter. The other attributes are
+    the options of ``@outbox.handler``. A raw handler is an ``EventHandler[bytes]``, and names event types by class or
+    by stored name.
 
     Example::
 
@@ -145,7 +145,7 @@ class EventHandler(Generic[E]):
     raw: ClassVar[bool] = False
 
     def handle(self, *args: Any, **kwargs: Any) -> Any:
-        """React to an event. After an error, the retry policy applies.
+        """Handle an event. If it raises, the retry policy applies.
 
         Write ``async def handle(self, envelope: EventEnvelope[...])``; a plain ``def`` runs in a thread. With ``batch``
         the argument is a list of envelopes. Further parameters are resources by type.
@@ -153,15 +153,15 @@ class EventHandler(Generic[E]):
         raise TypeError(f"{type(self).__name__} has no handle method: write `async def handle(self, envelope)`")
 
     def companions(self) -> Iterable[EventHandler[Any]]:
-        """Further handlers that ``add_handler`` registers together with this one. By default there are none."""
+        """Return further handlers that ``add_handler`` registers together with this one. By default there are none."""
         return ()
 
     async def close(self) -> None:
-        """Close what the handler has opened, such as a client of a broker.
+        """Close resources that the handler has opened, such as a broker client.
 
-        Each ``outbox.close()`` awaits the method once, after all runs have ended, for at most ``shutdown_timeout``. An
-        error is raised by ``outbox.close()`` after all handlers and connections are closed. An outbox may be used again
-        after ``close()``, so a handler opens its client at the first run that needs the client.
+        Each ``outbox.close()`` awaits it once, after all runs have ended, for at most ``shutdown_timeout``, and raises
+        its error after all handlers and connections are closed. An outbox may be used again after ``close()``,
+        so a handler should open its client in the first run that needs it.
         """
 
 
@@ -181,7 +181,7 @@ class HandlerRegistry:
         return len(self._handlers)
 
     def add(self, *handlers: Handler) -> None:
-        """Add handlers; :class:`RegistrationError` if a name or an event type clashes. Then no handler is added."""
+        """Add handlers. Raises :class:`RegistrationError`, and adds none, if a name or an event type conflicts."""
         for handler in handlers:
             self._refuse_taken(handler)
         for cls in (cls for handler in handlers for cls in handler.event_types):
@@ -202,11 +202,11 @@ class HandlerRegistry:
                 )
 
     def find(self, name: str) -> Handler | None:
-        """The handler with this name or alias."""
+        """Return the handler with this name or alias."""
         return self._by_name.get(name)
 
     def name_of(self, stored: str) -> str:
-        """The name of the handler for a stored name, which may be an alias; an unknown name as it is."""
+        """Return the name of the handler for a stored name, which may be an alias; unknown names are unchanged."""
         handler = self.find(stored)
         return stored if handler is None else handler.name
 
@@ -216,7 +216,7 @@ class HandlerRegistry:
         return sorted(self._by_name)
 
     def run_only(self, names: Iterable[str]) -> None:
-        """Run no handlers in this process but these. All handlers are announced, so that no event misses a handler."""
+        """Run only these handlers in this process. All are still announced, so that they get their events."""
         self._only = frozenset(self.name_of(name) for name in names)
 
     @property
@@ -230,20 +230,20 @@ class HandlerRegistry:
         return sorted(name for handler in self.to_run for name in handler.names)
 
     def subscriptions(self) -> list[Subscription]:
-        """The subscriptions of all handlers: for each handler, an entry per event type name or topic."""
-        return [wanted for handler in self._handlers for wanted in self.wanted_by(handler)]
+        """Return the subscriptions of all handlers: for each handler, an entry per event type name or topic."""
+        return [subscription for handler in self._handlers for subscription in self.subscriptions_of(handler)]
 
-    def wanted_by(self, handler: Handler) -> list[Subscription]:
-        """The subscriptions of a handler."""
-        return wanted_by(handler)
+    def subscriptions_of(self, handler: Handler) -> list[Subscription]:
+        """Return the subscriptions of a handler."""
+        return subscriptions_of(handler)
 
     def strict_types(self) -> frozenset[str]:
-        """The names of all event types with strict priority."""
+        """Return the names of all event types with strict priority."""
         classes = {cls for handler in self._handlers for cls in handler.accepts()}.union(self._types)
         return frozenset(name for cls in classes if is_strict(cls) for name in type_names(cls))
 
     def event_class(self, handler: Handler, name: str) -> type[AnyEvent] | None:
-        """The class of a stored event type: a registered class, or else a subclass of the handler's types."""
+        """Return the class of a stored event type: a registered class, or else a subclass of the handler's types."""
         found = self._types.find(name)
         if found is not None or not handler.event_types:
             return found
@@ -264,8 +264,8 @@ def make_handler(
     where: str,
     **options: Unpack[HandlerKeywords],
 ) -> Handler:
-    """A handler of checked parts; the :class:`RegistrationError` names the wrong part."""
-    others, wanted_topic = _checked_names(name, aliases, topic, where)
+    """Create a handler from validated parts. Raises :class:`RegistrationError`, which names the invalid part."""
+    others, checked_topic = _checked_names(name, aliases, topic, where)
     is_raw = options.get("raw", False) is True
     types, names = _checked_types(event_types, name, where, is_raw=is_raw)
     if not types and not names and topic is None:
@@ -279,7 +279,7 @@ def make_handler(
         aliases=others,
         event_types=types,
         type_names=names,
-        topic=wanted_topic,
+        topic=checked_topic,
         options=checked_options(name, where, options),
         given=function,
         function=thread or cast("Callable[..., Awaitable[Any]]", function),
@@ -289,7 +289,7 @@ def make_handler(
     if is_plain and handler.options.delivery is Delivery.TRANSACTIONAL:
         raise RegistrationError(
             f"handler {name!r} has delivery='transactional' and is a plain function ({where}): it runs in a thread, "
-            "and a transaction can be used in its event loop only; write it as `async def`, or leave delivery= out"
+            "and a transaction can only be used in its event loop; write it as `async def`, or remove delivery="
         )
     _refuse_strict_batch(handler)
     is_batch = handler.options.batch is not None
@@ -301,51 +301,51 @@ def make_handler(
 def _checked_names(
     name: str, aliases: Iterable[str], topic: str | None, where: str
 ) -> tuple[frozenset[str], str | None]:
-    """The aliases and the topic. :class:`RegistrationError` if a name, an alias or the topic cannot be stored."""
+    """Return the aliases and the topic. Raises :class:`RegistrationError` if a name or the topic cannot be stored."""
     if isinstance(aliases, str):
-        raise RegistrationError(f"aliases of handler {name!r} is one string; give a set of names: {{{aliases!r}}}")
+        raise RegistrationError(f"aliases of handler {name!r} is one string; pass a set of names: {{{aliases!r}}}")
     try:
         checked_name(name, "handler name")
-        given = each_of(aliases, f"aliases of handler {name!r}", where, "names")
-        others = frozenset(checked_name(alias, f"an alias of handler {name!r}") for alias in given)
-        wanted_topic = None if topic is None else checked_name(topic, f"the topic of handler {name!r}")
+        listed = each_of(aliases, f"aliases of handler {name!r}", where, "names")
+        others = frozenset(checked_name(alias, f"an alias of handler {name!r}") for alias in listed)
+        checked_topic = None if topic is None else checked_name(topic, f"the topic of handler {name!r}")
     except InvalidEvent as error:
         raise RegistrationError(f"{error} ({where})") from None
     if name in others:
-        raise RegistrationError(f"handler {name!r} has its own name as an alias ({where}); leave it out")
-    return others, wanted_topic
+        raise RegistrationError(f"handler {name!r} has its own name as an alias ({where}); remove it")
+    return others, checked_topic
 
 
 def _checked_types(
     event_types: Iterable[type[AnyEvent] | str], name: str, where: str, *, is_raw: bool
 ) -> tuple[tuple[type[AnyEvent], ...], tuple[str, ...]]:
-    """The event classes, and the names of event types without a class, which only a raw handler may give.
+    """Return the event classes, and the names of event types without a class, which only a raw handler may have.
 
-    :class:`RegistrationError` for a value that is no event class or name, or cannot be stored.
+    Raises :class:`RegistrationError` for anything but an event class or a name that can be stored.
     """
     subject = f"event_types of handler {name!r}"
     if isinstance(event_types, str):
-        raise RegistrationError(f"{subject} is one string ({where}); give a tuple: ({event_types!r},)")
+        raise RegistrationError(f"{subject} is one string ({where}); pass a tuple: ({event_types!r},)")
     types, names = list[type[AnyEvent]](), list[str]()
-    for given in each_of(event_types, subject, where, "Event classes"):
-        if isinstance(given, str):
-            names.append(_checked_type_name(given, name, where, is_raw=is_raw))
+    for each in each_of(event_types, subject, where, "Event classes"):
+        if isinstance(each, str):
+            names.append(_checked_type_name(each, name, where, is_raw=is_raw))
             continue
-        if not is_event_class(given):
-            raise RegistrationError(f"handler {name!r} is for {given!r}, which is no Event class ({where})")
-        refuse_unfit(given, f"handler {name!r} ({where})")
-        types.append(given)
+        if not is_event_class(each):
+            raise RegistrationError(f"handler {name!r} is for {each!r}, which is not an Event class ({where})")
+        refuse_unfit(each, f"handler {name!r} ({where})")
+        types.append(each)
     return tuple(types), tuple(names)
 
 
-def _checked_type_name(given: str, name: str, where: str, *, is_raw: bool) -> str:
+def _checked_type_name(type_name: str, name: str, where: str, *, is_raw: bool) -> str:
     if not is_raw:
         raise RegistrationError(
-            f"handler {name!r} is for {given!r}, a name ({where}), and an event is decoded by its class: give the "
-            "Event class, or add raw=True, which decodes nothing"
+            f"handler {name!r} is for {type_name!r}, a name ({where}), but decoding an event requires its class: pass "
+            "the Event class, or add raw=True to disable decoding"
         )
     try:
-        return checked_name(given, f"an event type of handler {name!r}")
+        return checked_name(type_name, f"an event type of handler {name!r}")
     except InvalidEvent as error:
         raise RegistrationError(f"{error} ({where})") from None
 
@@ -358,14 +358,14 @@ def each_of(values: Iterable[T], subject: str, where: str, what: str) -> tuple[T
 
 
 def refuse_unfit(cls: type[AnyEvent], subject: str) -> None:
-    """Raise :class:`RegistrationError` if no event of a class can be stored and read."""
+    """Raise :class:`RegistrationError` if events of a class cannot be stored and read."""
     reason = unfit_field(cls)
     if reason is not None:
         raise RegistrationError(f"{subject} is for events that cannot be stored and read: {type_name(cls)}, {reason}")
     missing = missing_step(version_of(cls), upcasters_of(cls))
     if missing is not None:
         raise RegistrationError(
-            f"{subject} is for {type_name(cls)} of version {version_of(cls)}, and no upcaster leads on from version "
+            f"{subject} is for {type_name(cls)} of version {version_of(cls)}, but there is no upcaster from version "
             f"{missing}: add @outboxio.upcaster(..., from_version={missing}) before the handler"
         )
 
@@ -375,15 +375,15 @@ def _refuse_strict_batch(handler: Handler) -> None:
     if handler.options.batch is not None and strict is not None:
         raise RegistrationError(
             f"handler {handler.name!r} has batch= and is for {type_name(strict)}, which has strict_priority=True "
-            f"({handler.where}): each row of such an event waits for others, so there is no batch of them; leave one "
-            "of them out"
+            f"({handler.where}): each row of such an event waits for others, so they cannot be batched; remove one of "
+            "the options"
         )
 
 
-def wanted_by(handler: Handler) -> list[Subscription]:
-    """The subscriptions of a handler: an entry per event type name, or one for its topic."""
+def subscriptions_of(handler: Handler) -> list[Subscription]:
+    """Return the subscriptions of a handler: an entry per event type name, or one for its topic."""
 
-    def wanted(*, event_type: str = "", topic: str = "") -> Subscription:
+    def subscription(*, event_type: str = "", topic: str = "") -> Subscription:
         return Subscription(
             handler_name=handler.name,
             event_type=event_type,
@@ -394,7 +394,7 @@ def wanted_by(handler: Handler) -> list[Subscription]:
         )
 
     if handler.topic is not None:
-        return [wanted(topic=handler.topic)]
+        return [subscription(topic=handler.topic)]
     names = {name for cls in handler.accepts() for name in type_names(cls)} - {type_name(Event)}
     names.update(handler.type_names)
-    return [wanted(event_type=name) for name in sorted(names)]
+    return [subscription(event_type=name) for name in sorted(names)]

@@ -16,13 +16,13 @@ from outboxio.support.text import is_respelt, meant_by
 
 
 def handlers_from_object(handler: EventHandler[Any]) -> list[Handler]:
-    """The handler that an :class:`EventHandler` object describes, and its companions."""
+    """Return the handler that an :class:`EventHandler` object describes, and its companions."""
     made = handler_from_object(handler)
     return [made, *map(handler_from_object, handler.companions())]
 
 
 def handler_from_object(handler: EventHandler[Any]) -> Handler:
-    """The handler that an :class:`EventHandler` object describes."""
+    """Return the handler that an :class:`EventHandler` object describes."""
     cls = type(handler)
     where = f"{cls.__module__}.{cls.__qualname__}"
     if not isinstance(handler, EventHandler):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not be typed
@@ -34,7 +34,7 @@ def handler_from_object(handler: EventHandler[Any]) -> Handler:
         raise RegistrationError(f"handler {handler.name!r} ({where}) has no method `async def handle(self, envelope)`")
     types = each_of(handler.event_types, f"event_types of handler {handler.name!r}", where, "Event classes")
     options: Any = {option: getattr(handler, option) for option in HandlerKeywords.__annotations__}
-    # A function that is a class attribute would come bound to the handler. That is right for on_dead, a method.
+    # A function that is a class attribute would be bound to the handler. That is right for on_dead, a method.
     options["retry"] = vars(handler).get("retry", cls.retry)
     made = make_handler(
         handler.handle,
@@ -56,9 +56,9 @@ _METHODS = ("handle", "on_dead", "retry")
 def _refuse_misspelt(cls: type, name: str, where: str) -> None:
     """Refuse an attribute that is probably a misspelt option.
 
-    A class may have any constants and methods. So a value is refused if the name is nearly the name of an option, and a
-    method only if it has the same letters in a different case. Names in capitals and names that begin with an
-    underscore always pass.
+    A class may have any constants and methods. So a value is refused only if its name is similar to that of an option,
+    and a method only if its name differs from that of a known method only in case. Names in capitals, and names that
+    begin with an underscore, are always accepted.
     """
     for base in cls.__mro__[: cls.__mro__.index(EventHandler)]:
         for attribute, value in vars(base).items():
@@ -81,20 +81,20 @@ def _refuse_misspelt(cls: type, name: str, where: str) -> None:
 
 def _refuse_attribute(name: str, attribute: str, meant: str, where: str) -> NoReturn:
     raise RegistrationError(
-        f"handler {name!r} has the attribute {attribute!r} ({where}), which is no option; did you mean {meant!r}? An "
-        f"attribute of your own needs another name, such as '_{attribute}'"
+        f"handler {name!r} has the attribute {attribute!r} ({where}), which is not an option; did you mean {meant!r}? "
+        f"An attribute of your own needs another name, such as '_{attribute}'"
     )
 
 
 def _type_parameters(cls: type) -> tuple[type[AnyEvent], ...]:
-    """The event classes in ``EventHandler[A]`` or ``EventHandler[A | B]`` among the bases."""
+    """Return the event classes in ``EventHandler[A]`` or ``EventHandler[A | B]`` among the bases."""
     parameter = _parameter_of(cls, {})
     parts = [member for member in get_args(parameter) or (parameter,) if isinstance(member, type)]
     return tuple(cast("type[AnyEvent]", member) for member in parts if member is not bytes)  # raw handlers take bytes
 
 
 def _parameter_of(cls: type, known: Mapping[Any, Any]) -> Any:
-    """The value that ``cls`` gives to EventHandler's type parameter, through generic classes in between, or None."""
+    """Return ``cls``'s value for EventHandler's type parameter, through generic classes in between, or ``None``."""
     for base in vars(cls).get("__orig_bases__", cls.__bases__):
         origin: Any = get_origin(base) or base
         arguments = [known.get(argument, argument) for argument in get_args(base)]

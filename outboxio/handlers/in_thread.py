@@ -1,12 +1,12 @@
-"""Synchronous handlers: a plain function is called in a thread, so that the event loop goes on meanwhile.
+"""Synchronous handlers: a plain function is called in a thread, so that it does not block the event loop.
 
-A thread cannot be interrupted. So a call ends when the function ends. A timeout or the shutdown cancels the run, and
-the run ignores the cancellation while the function goes on: dispatch gives the run up as stuck, and does not start the
-event again in this process before the function has ended. The function can end early, because
-``anyio.from_thread.check_cancelled()`` raises in a cancelled run.
+A thread cannot be interrupted, so a call ends only when the function returns. If a timeout or the shutdown cancels the
+run while the function is still running, dispatch considers the run stuck, and does not start the event again in this
+process until the function has returned. The function can return early by calling
+``anyio.from_thread.check_cancelled()``, which raises in a cancelled run.
 
-The call in the thread runs in a second task: a cancellation by asyncio would end ``anyio.to_thread.run_sync`` before
-the function ends (decision 25).
+The thread is awaited in a separate task, because a cancellation by asyncio would end ``anyio.to_thread.run_sync``
+before the function returns (decision 25).
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from outboxio.support import machine
 
 
 class InThread:
-    """A plain function as a coroutine function. The context variables of the call are visible in the thread.
+    """Wraps a plain function as a coroutine function. The context variables of the call are visible in the thread.
 
-    The handler's concurrency limits the threads. The limiter has no bound: a handler with a limiter does not share
-    anyio's default limiter of 40 threads with the application.
+    The handler's concurrency limits the threads. The limiter is unbounded, so that the handler does not compete with
+    your application for anyio's default limiter of 40 threads.
     """
 
     def __init__(self, function: Callable[..., Any], name: str) -> None:
         """``name``: the handler's, for errors."""
         self._function = function
         self._name = name
-        self._limiter: CapacityLimiter | None = None  # made in the event loop
+        self._limiter: CapacityLimiter | None = None  # created in the event loop
         self._threads: dict[asyncio.Task[Any] | None, int] = {}  # by waiting task, the thread of the call
 
     async def __call__(self, argument: Any, **resources: Any) -> Any:
-        """Call the function and return or raise when the function has ended, even if the run is cancelled."""
+        """Call the function, and return or raise when it has ended, even if the run is cancelled."""
         scope = CancelScope()
         call = asyncio.ensure_future(
             self._call(partial(self._function, argument, **resources), scope, asyncio.current_task())
@@ -58,8 +58,8 @@ class InThread:
             if inspect.iscoroutine(result):
                 result.close()
             raise TypeError(
-                f"handler {self._name!r} is a plain function and returned a {type(result).__name__}, which nothing "
-                "awaits: write the handler, or the decorator around it, as `async def`"
+                f"handler {self._name!r} is a plain function and returned a {type(result).__name__}, which is never "
+                "awaited: write the handler, or the decorator around it, as `async def`"
             )
         return result
 
@@ -71,7 +71,7 @@ class InThread:
             limiter = self._limiter = CapacityLimiter(math.inf)
         with scope:
             return await machine.call_in_thread(self._call_here, function, task, limiter=limiter)
-        return None, asyncio.CancelledError()  # cancelled before a thread was there
+        return None, asyncio.CancelledError()  # cancelled before a thread was available
 
     def _call_here(
         self, function: Callable[[], Any], task: asyncio.Task[Any] | None
@@ -86,7 +86,7 @@ class InThread:
             del self._threads[task]
 
     def stack_of(self, task: asyncio.Task[Any]) -> list[traceback.FrameSummary]:
-        """The present stack of the function for which ``task`` waits; empty if the function does not run."""
+        """Return the current stack of the function that ``task`` waits for; empty if the function is not running."""
         frame = sys._current_frames().get(self._threads.get(task, 0))  # pyright: ignore[reportPrivateUsage]  # documented
         if frame is None:
             return []
@@ -96,11 +96,11 @@ class InThread:
 
 
 def flaw_of(function: Any) -> str | None:
-    """The reason to refuse a plain callable as a handler; ``None`` for a good handler."""
+    """Return why a plain callable is refused as a handler; ``None`` if it is accepted."""
     if inspect.isclass(function):
         return "is a class; register an object of an EventHandler class with add_handler()"
     if not callable(function):
-        return "is no function"
+        return "is not a function"
     called = function if inspect.isroutine(function) else type(function).__call__
     for plain in (function, called):
         if inspect.isgeneratorfunction(plain) or inspect.isasyncgenfunction(plain):

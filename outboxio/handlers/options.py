@@ -1,4 +1,4 @@
-"""The options of handlers. Values and combinations that make no sense are refused at registration."""
+"""The options of handlers. Invalid values and combinations are refused at registration."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from msgspec import Struct
 from msgspec.structs import force_setattr
 
 from outboxio.errors import ConfigurationError, HandlerFailed, RegistrationError, SettingsError
-from outboxio.handlers.rate import Rate, rate_of, senseless_rates
-from outboxio.model.lock_name import MOST_PARTITIONS
+from outboxio.handlers.rate import Rate, conflicting_rates, rate_of
+from outboxio.model.lock_name import MAX_PARTITIONS
 from outboxio.model.retry import Backoff, RetryPolicy
 from outboxio.support.clock import naive_utc
 from outboxio.support.duration import OptionalDuration, default_duration, parse_duration
@@ -32,7 +32,7 @@ _SMALLEST, _LARGEST = -(2**31), 2**31 - 1  # the range of the column
 
 
 class Delivery(StrEnum):
-    """The promise to a handler for the case that the run fails, or the process dies, half-way."""
+    """The delivery guarantee of a handler if a run fails, or the process dies during a run."""
 
     AT_LEAST_ONCE = "at_least_once"
     TRANSACTIONAL = "transactional"
@@ -40,10 +40,10 @@ class Delivery(StrEnum):
 
 
 class OnDeadKey(StrEnum):
-    """The treatment of an ordering key when a row of the key ends DEAD or EXPIRED."""
+    """What happens to an ordering key when one of its rows ends DEAD or EXPIRED."""
 
     PARK = "park"
-    """The later rows of the key wait until an operator retries or skips the ended row."""
+    """The later rows of the key wait until an operator retries or skips the row."""
     CONTINUE = "continue"
     """The next row of the key starts."""
 
@@ -52,7 +52,7 @@ AnyDelivery = Delivery | Literal["at_least_once", "transactional", "at_most_once
 AnyOnDeadKey = OnDeadKey | Literal["park", "continue"]
 AnyPartitions = int | Literal["auto"]
 Since = datetime | Literal["now"]
-"""The first moment of a handler's events: by ``event_date``, or the handler's first announcement."""
+"""The start date of a handler: an ``event_date``, or ``"now"`` for the handler's first announcement."""
 
 
 class SingleKeywords(TypedDict, total=False):
@@ -78,13 +78,13 @@ class SingleKeywords(TypedDict, total=False):
 
 
 class HandlerKeywords(SingleKeywords, total=False):
-    """The options of a handler as given: keywords of ``outbox.handler``, or attributes of a class."""
+    """The options of a handler, as keywords of ``outbox.handler`` or attributes of a class."""
 
     batch: Batch | None
 
 
 class HandlerOptions(Struct, frozen=True, kw_only=True):
-    """The checked options. ``None`` leaves a value to the settings of the outbox."""
+    """The validated options. ``None`` means the value of the outbox's settings."""
 
     retry: RetryPolicy
     timeout: timedelta | None
@@ -102,27 +102,27 @@ class HandlerOptions(Struct, frozen=True, kw_only=True):
     rate: Rate | None
     rate_per_key: bool
     alert_age: timedelta
-    """The age of a due notification from which the overview says that the handler is behind."""
+    """The age of a due notification at which the overview reports that the handler is behind."""
     trace: bool
     raw: bool
     """True if nothing is decoded: the event of an envelope is the stored JSON, as bytes."""
 
     @property
     def declared_partitions(self) -> int:
-        """The number of partitions that the code asks for; 1 if outboxio decides."""
+        """The partition count declared in code; 1 if outboxio decides."""
         return 1 if self.partitions == "auto" else self.partitions
 
     @property
     def most_partitions(self) -> int:
-        """The largest number of partitions that outboxio may choose; 1 if code has chosen, or all must stay whole.
+        """The largest partition count that outboxio may choose; 1 if it is fixed, or the handler must not be shared.
 
-        A call of one row at a time means one at a time in the whole cluster, and a schedule makes one call.
+        A concurrency of 1 applies to the whole cluster, and a schedule makes a single call.
         """
         single = 1 if self.batch is not None else None
         is_whole = (self.concurrency or single) == 1 or (self.batch is not None and self.batch.schedule is not None)
         if self.partitions != "auto" or is_whole:
             return 1
-        return min(MOST_PARTITIONS, self.total_concurrency or MOST_PARTITIONS)
+        return min(MAX_PARTITIONS, self.total_concurrency or MAX_PARTITIONS)
 
 
 _IN_BATCH = "it is part of the batch, as in batch=Batch({}=...)"
@@ -131,19 +131,19 @@ MISPLACED: Mapping[str, str] = {
     "max_wait": _IN_BATCH.format("max_wait"),
     "schedule": _IN_BATCH.format("schedule"),
     "strict_priority": "it belongs to the event, as in class MoneyDeposited(Event, strict_priority=True)",
-    "ordering_key": "it belongs to the event, as in tx.emit(event, ordering_key=...); the handler says ordered=True",
+    "ordering_key": "it belongs to the event, as in tx.emit(event, ordering_key=...); the handler has ordered=True",
     "max_attempts": "it is part of the retry policy, as in retry=RetryPolicy(max_attempts=...)",
     "backoff": "it is part of the retry policy, as in retry=RetryPolicy(backoff=...)",
     "retention": "it is part of the retry policy, as in retry=RetryPolicy(retention=...)",
 }
-"""Options that belong elsewhere, with the right place."""
+"""Options that belong elsewhere, with the correct usage."""
 
 NEVER_A_USERS_OWN = MISPLACED.keys() - {"size", "ordering_key", "backoff", "retention"}
 """Misplaced options that a handler class has as an attribute only by mistake."""
 
 
 def checked_options(name: str, where: str, given: HandlerKeywords) -> HandlerOptions:
-    """The checked options; the :class:`RegistrationError` names a value or combination that makes no sense."""
+    """Return the validated options. Raises :class:`RegistrationError`, which names the invalid value or combination."""
     refuse = _Refuse(name, where)
     for option in given.keys() - HandlerKeywords.__annotations__.keys():
         meant = nearest(option, HandlerKeywords.__annotations__)
@@ -169,53 +169,52 @@ def checked_options(name: str, where: str, given: HandlerKeywords) -> HandlerOpt
         trace=_switch("trace", given.get("trace", True), refuse),
         raw=_switch("raw", given.get("raw", False), refuse),
     )
-    for makes_no_sense, why in _senseless(options, given):
-        if makes_no_sense:
+    for is_given, why in _conflicts(options, given):
+        if is_given:
             refuse(f"has {why}")
     return options
 
 
-def _senseless(options: HandlerOptions, given: HandlerKeywords) -> list[tuple[bool, str]]:
+def _conflicts(options: HandlerOptions, given: HandlerKeywords) -> list[tuple[bool, str]]:
     once = options.delivery is Delivery.AT_MOST_ONCE
     batch, partitions, total = options.batch, options.declared_partitions, options.total_concurrency
     return [
-        *senseless_rates(options.rate, options.rate_per_key, options.ordered, batch),
+        *conflicting_rates(options.rate, options.rate_per_key, options.ordered, batch),
         (
             once and given.get("retry") is not None,
-            f"delivery='at_most_once' and retry={given.get('retry')!r}: what may run only once is never retried; "
-            "leave one of them out",
+            f"delivery='at_most_once' and retry={given.get('retry')!r}: a handler that runs at most once is never "
+            "retried; remove one of them",
         ),
         (
             once and batch is not None,
-            "delivery='at_most_once' and batch=: a call that fails is split, and its rows run again; leave one of "
-            "them out",
+            "delivery='at_most_once' and batch=: a failed call is split, and its rows run again; remove one of them",
         ),
         (
             options.ordered and batch is not None and batch.schedule is not None,
-            "ordered=True and batch=Batch(schedule=...): a call has the first events of each key, so the later "
-            "events of a key would wait for later moments; leave one of them out",
+            "ordered=True and batch=Batch(schedule=...): a call contains only the first events of each key, so later "
+            "events of the key would wait for later scheduled times; remove one of them",
         ),
         (
             given.get("on_dead_key") is not None and not options.ordered,
             f"on_dead_key={given.get('on_dead_key')!r} without ordered=True: only the keys of an ordered handler can "
-            "be parked; add ordered=True, or leave it out",
+            "be parked; add ordered=True, or remove it",
         ),
         (
             partitions > 1 and batch is not None and batch.schedule is not None,
-            f"partitions={partitions} and batch=Batch(schedule=...): each process would make a report of its own part "
-            "of the events; leave partitions out",
+            f"partitions={partitions} and batch=Batch(schedule=...): each process would produce a report of its part "
+            "of the events; remove partitions",
         ),
         (
             total is not None and total < partitions,
-            f"total_concurrency={total} and partitions={partitions}: each partition needs a run of its own, so the "
-            f"events of some partitions would never run; raise total_concurrency to {partitions} or more, or ask for "
-            "fewer partitions",
+            f"total_concurrency={total} and partitions={partitions}: each partition needs at least one run, so the "
+            f"events of some partitions would never run; raise total_concurrency to {partitions} or more, or use fewer "
+            "partitions",
         ),
     ]  # fmt: skip
 
 
 class _Refuse:
-    """Raises, naming the handler."""
+    """Raises :class:`RegistrationError` with the handler's name."""
 
     def __init__(self, name: str, where: str) -> None:
         self._name = name
@@ -226,7 +225,7 @@ class _Refuse:
 
 
 def checked_hook(hook: DeadHook | None, subject: str) -> DeadHook | None:
-    """The checked hook; the :class:`RegistrationError` names ``subject``."""
+    """Return the validated hook. Raises :class:`RegistrationError`, naming ``subject``, if it is invalid."""
     if hook is None:
         return None
     if not is_async(hook):
@@ -237,7 +236,7 @@ def checked_hook(hook: DeadHook | None, subject: str) -> DeadHook | None:
     return hook
 
 
-# Each function below checks an option. Callers may not be typed, so every value is checked.
+# Each function below validates an option. Callers may not be typed, so every value is checked.
 
 
 def _policy(retry: Any, refuse: _Refuse) -> RetryPolicy:
@@ -277,8 +276,8 @@ def _at_least_one(option: str, value: Any, refuse: _Refuse) -> int | None:
 def _partitions(partitions: Any, refuse: _Refuse) -> AnyPartitions:
     if partitions == "auto":
         return "auto"
-    if not _is_number(partitions) or not 1 <= partitions <= MOST_PARTITIONS:
-        refuse(f"has partitions={partitions!r}; expected 'auto', or a whole number from 1 to {MOST_PARTITIONS}")
+    if not _is_number(partitions) or not 1 <= partitions <= MAX_PARTITIONS:
+        refuse(f"has partitions={partitions!r}; expected 'auto', or a whole number from 1 to {MAX_PARTITIONS}")
     number: int = partitions
     return number
 
@@ -313,7 +312,7 @@ def _since(since: Any, refuse: _Refuse) -> Since | None:
     if not isinstance(since, datetime):
         refuse(
             f"has since={since!r}; expected a datetime (naive UTC, or aware), as in since=datetime(2026, 1, 31), or "
-            "'now' for events from the handler's first start on. A duration would mean another moment at every start"
+            "'now' for events from the handler's first start on. A duration would mean a different time at every start"
         )
     return naive_utc(cast(datetime, since))
 
@@ -333,14 +332,14 @@ LARGEST_BATCH = 10_000
 
 
 class Batch(Struct, frozen=True, kw_only=True):
-    """How the events of a handler are gathered into calls.
+    """How the events of a handler are grouped into calls.
 
-    ``size``: the most events of a call, 1 to 10,000. ``max_wait``: how long an event waits for a full call (default:
-    1 s; zero: no wait). ``schedule``: a cron expression with five fields, in UTC, instead of ``max_wait``: events wait
-    for the first such moment after the oldest event was recorded. If that moment passed while no process ran, the call
-    is made at the next start. Needs ``outboxio[cron]``.
+    ``size``: the maximum number of events per call, 1 to 10,000. ``max_wait``: how long an event waits for a full call
+    (default: 1 s; zero: no wait). ``schedule``: a cron expression with five fields, in UTC, instead of ``max_wait``:
+    events wait for the first scheduled time after the oldest event was recorded. If no process was running at that
+    time, the call is made at the next start. Needs ``outboxio[cron]``.
 
-    Raises :class:`~outboxio.SettingsError` for a value or a combination that makes no sense.
+    Raises :class:`~outboxio.SettingsError` for an invalid value or combination.
 
     Example::
 
@@ -358,10 +357,12 @@ class Batch(Struct, frozen=True, kw_only=True):
             raise SettingsError("Batch.size", size, f"a whole number from 1 to {LARGEST_BATCH}")
         if self.max_wait is not None:
             if self.schedule is not None:
-                raise SettingsError("Batch.max_wait", self.max_wait, "no max_wait beside schedule, which says when")
+                raise SettingsError(
+                    "Batch.max_wait", self.max_wait, "no max_wait together with schedule, which sets the time"
+                )
             force_setattr(self, "max_wait", parse_duration(self.max_wait, key="Batch.max_wait"))
         if self.schedule is not None:
-            moments_of(self.schedule)
+            next_time_of(self.schedule)
 
     @property
     def longest_wait(self) -> float:
@@ -369,21 +370,21 @@ class Batch(Struct, frozen=True, kw_only=True):
         return (DEFAULT_WAIT if self.max_wait is None else self.max_wait).total_seconds()
 
 
-def moments_of(schedule: str) -> Callable[[datetime], datetime]:
-    """A function from a moment to the next moment of a cron expression."""
+def next_time_of(schedule: str) -> Callable[[datetime], datetime]:
+    """Return a function from a time to the next time of a cron expression."""
     try:
         from cronsim import CronSim, CronSimError
     except ImportError as error:
         raise ConfigurationError(
-            f"Batch.schedule is {schedule!r}, and what reads cron expressions is not installed: "
+            f"Batch.schedule is {schedule!r}, but the library for cron expressions is not installed: "
             "pip install 'outboxio[cron]'"
         ) from error
 
-    def next_after(moment: datetime) -> datetime:
+    def next_after(time: datetime) -> datetime:
         try:
-            return next(CronSim(schedule, moment))
+            return next(CronSim(schedule, time))
         except StopIteration:
-            raise SettingsError("Batch.schedule", schedule, "a time that comes, at least once in 50 years") from None
+            raise SettingsError("Batch.schedule", schedule, "a schedule with at least one time in 50 years") from None
 
     try:
         if len(schedule.split()) != 5:
@@ -405,7 +406,7 @@ OLDER_FOR = 2 * LONGEST_UNSEEN
 
 
 class Subscription(Struct, frozen=True, kw_only=True):
-    """A row of ``subscriptions``: a handler that wants an event type, or all events on a topic.
+    """A row of ``subscriptions``: a handler subscribes to an event type, or to all events on a topic.
 
     Either ``event_type`` or ``topic`` is set; the second value is the empty string.
     """

@@ -1,4 +1,4 @@
-"""The rate of a handler: how many runs may start in a time."""
+"""The rate limit of a handler."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _EXPECTED = "text such as '100/s', '10/min' or '5/30s', or a Rate, as in Rate(10
 
 
 class Rate(Struct, frozen=True):
-    """How many runs of a handler may start in a time, for ``rate=`` of a handler.
+    """A rate limit for the runs of a handler, for its option ``rate=``.
 
-    ``limit``: the number of runs, 1 or more. ``per``: the time, for example ``"1s"`` or ``"1m"``. ``burst``: how many
-    more runs may start in any window of time than the rate allows, 1 or more. Default: the runs of 0.2 s, at least 1.
-    In any window of ``w`` seconds at most ``limit * w / per + burst`` runs start.
+    ``limit``: the number of runs, 1 or more. ``per``: the period, for example ``"1s"`` or ``"1m"``. ``burst``: how many
+    runs more than the rate may start in any time window, 1 or more. Default: the runs of 0.2 s, at least 1. In any
+    window of ``w`` seconds at most ``limit * w / per + burst`` runs start.
 
-    Raises :class:`~outboxio.SettingsError` for a value that makes no sense.
+    Raises :class:`~outboxio.SettingsError` for an invalid value.
 
     Example::
 
@@ -63,7 +63,7 @@ class Rate(Struct, frozen=True):
 
 
 def rate_of(rate: Any, refuse: Callable[[str], None]) -> Rate | None:
-    """The checked option ``rate``; ``refuse`` raises."""
+    """Return the validated option ``rate``; ``refuse`` raises."""
     if rate is None or isinstance(rate, Rate):
         return rate
     found = _TEXT.fullmatch(rate.strip()) if isinstance(rate, str) else None
@@ -77,18 +77,18 @@ def rate_of(rate: Any, refuse: Callable[[str], None]) -> Rate | None:
     return None
 
 
-def senseless_rates(rate: Rate | None, per_key: bool, ordered: bool, batch: Any) -> list[tuple[bool, str]]:
-    """The combinations with other options that make no sense: whether each is given, and why it is refused."""
+def conflicting_rates(rate: Rate | None, per_key: bool, ordered: bool, batch: Any) -> list[tuple[bool, str]]:
+    """Return the invalid combinations with other options: whether each is given, and why it is refused."""
     return [
         (per_key and rate is None, "rate_per_key=True without rate=; add for example rate='10/s'"),
         (
             per_key and not ordered,
-            "rate_per_key=True without ordered=True: events of a key that must wait would keep the events of all "
-            "other keys waiting; add ordered=True",
+            "rate_per_key=True without ordered=True: events of a key that is over its rate would block the events of "
+            "all other keys; add ordered=True",
         ),
         (
             per_key and batch is not None,
-            "rate_per_key=True and batch=: a call has events of many keys; leave one of them out",
+            "rate_per_key=True and batch=: a call may contain events of many keys; remove one of them",
         ),
     ]
 

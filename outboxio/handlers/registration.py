@@ -1,7 +1,4 @@
-"""The part of an outbox that registers handlers and event classes.
-
-Wiring: what surrounds each run of a handler, ``resources`` by type and ``around=``, is put around its function.
-"""
+"""Registration of handlers and event classes, and the wiring of ``resources`` and ``around=`` into each run."""
 
 from __future__ import annotations
 
@@ -41,12 +38,12 @@ class Registration(ABC):
     """The base class of :class:`~outboxio.Outbox` and :class:`Handlers`: registers handlers and event classes."""
 
     def __init__(self, wiring: Wiring | None = None) -> None:
-        """``wiring`` binds handlers to resources; without it, the handlers are bound later, by an outbox."""
+        """``wiring`` binds handlers to resources; without it, an outbox binds them later."""
         self._types = EventTypes()
         self._handlers = HandlerRegistry(self._types)
         self._wiring = wiring
         self._is_included = False
-        """True for :class:`Handlers` that an outbox has taken over."""
+        """True for :class:`Handlers` that were included in an outbox."""
 
     @overload
     def handler(
@@ -78,62 +75,61 @@ class Registration(ABC):
         topic: str | None = None,
         **options: Unpack[HandlerKeywords],
     ) -> Callable[[Any], Any]:
-        """Register a function as the handler of events of these types, subclasses included.
+        """Register a function as the handler of events of these types, including subclasses.
 
-        The function is async; a plain ``def`` runs in a thread of the handler. After the envelope, the function may
-        take resources: parameters whose types are keys of ``Outbox(resources={type: value or factory})``.
+        The function is async; a plain ``def`` runs in a thread. In addition to the envelope, it may take resources:
+        parameters whose types are keys of ``Outbox(resources={type: value or factory})``.
 
-        ``name`` is stored with every notification, so treat the name as part of your schema. To rename a handler, keep
-        the old name in ``aliases`` until no unfinished rows with the old name are left. ``topic`` subscribes to every
-        event that is emitted on that topic instead; event types then only say how payloads are decoded. The options
-        are:
+        ``name`` is stored with every notification, so treat it as part of your schema. To rename a handler, keep the
+        old name in ``aliases`` until no unfinished rows with that name are left. ``topic`` subscribes to all events
+        that are emitted on that topic instead; event types then only determine how payloads are decoded. The options:
 
         ``retry`` is a :class:`RetryPolicy` or a callable of (attempts, exception). ``timeout`` (default: setting
         ``handler_timeout``) cancels a run that takes longer, which counts as a failure. ``concurrency`` limits the
-        runs at the same time (default: the setting of that name; 1 with ``batch``).
+        concurrent runs in each process (default: the setting of that name; 1 with ``batch``).
 
-        ``delivery`` decides about a crash half-way. ``"at_least_once"``: the handler runs again, so the handler must
-        be idempotent. ``"transactional"``: the handler works in ``envelope.tx``, a transaction on the event's shard
-        that commits together with the delivery, so the effects in that database happen exactly once.
-        ``"at_most_once"``: the handler never runs a second time; a run that fails, or is cut short, ends DEAD.
+        ``delivery`` determines what happens after a crash. ``"at_least_once"``: the handler runs again, so it must be
+        idempotent. ``"transactional"``: the handler works in ``envelope.tx``, a transaction on the event's shard that
+        commits together with the delivery, so the effects in that database happen exactly once. ``"at_most_once"``: the
+        handler never runs twice; if a run fails or is interrupted, the notification ends DEAD.
 
         ``on_dead`` is an async function of (envelope, error), called when a notification ends DEAD, or EXPIRED after a
         failure; before the hook of the outbox. The hook works in ``envelope.tx``, and its rows and events commit
-        together with that end. If the hook fails, the verdict stands and only the hook is tried again. As many hooks
-        of one handler run at the same time as its ``concurrency`` says, beside its own runs.
+        together with the final state. If the hook fails, the final state does not change, and only the hook is
+        retried. Hooks have their own limit of concurrent runs, which equals ``concurrency``.
 
-        ``since`` keeps history from a new handler: a datetime (naive UTC, or aware), or ``"now"`` for the moment of the
-        handler's first announcement, which stays the same at every later start. Older events, by their ``event_date``,
-        end SKIPPED without a run. Without ``since``, a handler gets all events that waited for a first handler.
+        ``since`` is the start date of a new handler: a datetime (naive UTC, or aware), or ``"now"`` for the time of the
+        handler's first announcement, which does not change at later starts. Events with an earlier ``event_date`` end
+        SKIPPED without a run. Without ``since``, a handler gets all events of its types that no handler has had yet.
 
-        ``partitions``: processes share the handler by partitions. Each process runs the events of its own partitions,
-        and no event runs in two; an ordered handler keeps the order within a key. ``"auto"`` (default): one process
-        runs the handler until events have been waiting for ``settings.spread_after`` (10 s); then outboxio shares the
-        handler among the processes that have it, with four partitions for each. A handler with ``concurrency=1``, a
-        batch handler without ``concurrency``, a batch schedule, and strict priority stay in one process. A number from
-        1 to 64 fixes the number; a larger number in code raises the number of the cluster once, and
-        ``admin.partitions`` sets the number in both directions, or to ``"auto"``. SQLite has
-        a single partition. ``total_concurrency`` limits the runs at the same time in all processes together; it is at
-        least ``partitions``, because each partition gets its share. ``concurrency`` is the limit of each process.
+        ``partitions``: processes share a handler by partitions. Each process handles the events of its own partitions,
+        and no event runs in two processes; an ordered handler keeps the order within a key. ``"auto"`` (default): one
+        process runs the handler until events have been waiting for ``settings.spread_after`` (10 s); then the handler
+        is shared among the processes that have it, with four partitions each. Handlers with ``concurrency=1``, batch
+        handlers without ``concurrency``, batch schedules, and strict priority stay in one process. A number from 1 to
+        64 sets a fixed count; a larger number in code raises the count of the cluster once, and ``admin.partitions``
+        sets it in both directions, or to ``"auto"``. On SQLite there is a single partition. ``total_concurrency``
+        limits the concurrent runs in all processes together; it must be at least ``partitions``, because it is divided
+        among the partitions.
 
-        ``rate="100/s"`` (or a :class:`Rate`) limits how many runs start in a time, in all processes together. Retries
-        count; a call of a batch handler is one run. ``rate_per_key=True``: the rate is for each ordering key of an
-        ordered handler.
+        ``rate="100/s"`` (or a :class:`Rate`) limits how many runs start per unit of time, in all processes together.
+        Retries count; a call of a batch handler is one run. With ``rate_per_key=True`` the rate applies to each
+        ordering key of an ordered handler.
 
-        ``alert_age`` (default: 60 s): the overview says that the handler is behind as soon as a notification has been
-        due for so long.
+        ``alert_age`` (default: 60 s): the overview reports that the handler is behind when a notification has been due
+        for that long.
 
-        ``trace=False`` leaves the runs of the handler out of traces (``Outbox(telemetry=...)``). The events that the
-        handler emits continue the trace.
+        ``trace=False`` omits the runs of the handler from traces (``Outbox(telemetry=...)``). The events that it emits
+        still continue the trace.
 
-        ``raw=True`` decodes nothing: ``envelope.event`` is the stored JSON of the event, as ``bytes``. Such a handler
-        may name event types by their stored names, as in ``@outbox.handler("InvoicePaid", name="mirror", raw=True)``.
+        ``raw=True`` disables decoding: ``envelope.event`` is the stored JSON of the event, as ``bytes``. Such a handler
+        may specify event types by their stored names: ``@outbox.handler("InvoicePaid", name="mirror", raw=True)``.
 
-        Raises :class:`RegistrationError` in these cases: the name is taken, too long, or blank; the function cannot be
-        called with one envelope (with ``batch``: a list) and the resources; a plain function has
-        ``delivery="transactional"``, or is a generator or a wrapper of an async function; an annotation names other
-        events than ``event_types``; a class is no event class, has a field that cannot be stored, or
-        lacks an upcaster between two others.
+        Raises :class:`RegistrationError` if the name is taken, too long, or blank; if the function cannot be called
+        with one envelope (with ``batch``: a list) and the resources; if a plain function has
+        ``delivery="transactional"``, or is a generator or a wrapper of an async function; if an annotation names other
+        events than ``event_types``; or if a class is not an event class, has a field that cannot be stored, or lacks an
+        upcaster between two others.
 
         Example::
 
@@ -166,9 +162,9 @@ class Registration(ABC):
     def include(self, handlers: Handlers) -> None:
         """Register all handlers and event classes of a :class:`Handlers`.
 
-        From then on nothing can be added to ``handlers``, because this object would not notice.
+        Nothing can be added to ``handlers`` afterwards, because it would have no effect.
 
-        Raises :class:`RegistrationError` like :meth:`handler`; two handlers with the same name are both named.
+        Raises :class:`RegistrationError` like :meth:`handler`; for a duplicate name, the message names both handlers.
 
         Example::
 
@@ -183,10 +179,10 @@ class Registration(ABC):
         handlers._is_included = True
 
     def register(self, *event_types: type[AnyEvent]) -> None:
-        """Make event classes known that no handler names, so that a topic's payloads decode to these classes.
+        """Register event classes that no handler names, so that payloads of a topic can be decoded.
 
-        Raises :class:`AmbiguousTypeName` if another class has the same name, :class:`RegistrationError` if a field is
-        of a type that cannot be stored.
+        Raises :class:`AmbiguousTypeName` if another class has the same name, and :class:`RegistrationError` if the type
+        of a field cannot be stored.
         """
         for cls in event_types:
             refuse_unfit(cls, "register()")
@@ -198,14 +194,14 @@ class Registration(ABC):
 
     @abstractmethod
     def _refuse_while_running(self) -> None:
-        """Raise :class:`RegistrationError` if the handlers are at work."""
+        """Raise :class:`RegistrationError` if the handlers are running."""
 
 
 class Handlers(Registration):
-    """A router: handlers that are registered apart from an outbox, and included in one or several outboxes later.
+    """A router: handlers that are registered without an outbox, and included in one or more outboxes later.
 
-    So a module of handlers does not import the outbox, and a test includes the handlers in an outbox of its own. The
-    methods and options are those of :class:`~outboxio.Outbox`. A ``Handlers`` may include a second ``Handlers``.
+    A module of handlers then need not import the outbox, and a test can include the handlers in its own outbox. The
+    methods and options are those of :class:`~outboxio.Outbox`. A ``Handlers`` may include another ``Handlers``.
 
     Example::
 
@@ -224,8 +220,8 @@ class Handlers(Registration):
     def _refuse_while_running(self) -> None:
         if self._is_included:
             raise RegistrationError(
-                "these Handlers were included already, and a later handler would never run: import the modules that "
-                "register handlers before include()"
+                "these Handlers were already included, so a handler added now would never run: import the modules that "
+                "register handlers before calling include()"
             )
 
 
@@ -241,9 +237,9 @@ class Wiring:
         self._around = _checked_around(around)
 
     def bind(self, handler: Handler) -> Handler:
-        """The handler with everything that surrounds its runs. A handler that needs nothing stays as it is.
+        """Return the handler with its resources and ``around``, or unchanged if it needs neither.
 
-        Raises :class:`RegistrationError` if the function cannot be called, or needs a resource that is not there.
+        Raises :class:`RegistrationError` if the function cannot be called, or needs a resource that does not exist.
         """
         is_batch = handler.options.batch is not None
         called_with = "a list of envelopes" if is_batch else "one envelope"
@@ -257,9 +253,9 @@ class Wiring:
 
 
 class _Surrounded:
-    """A handler's function in the contexts of a run: first ``around``, then the resources.
+    """Calls a handler's function in the contexts of a run: first ``around``, then the resources.
 
-    All contexts are left before the run is judged, so an error of closing fails the run. No context can turn a
+    All contexts are exited before the outcome is determined, so an error on exit fails the run. No context can turn a
     failure into a success.
     """
 
@@ -282,7 +278,7 @@ class _Surrounded:
             except BaseException as error:
                 raised = error
                 raise
-        assert raised is not None  # a context has swallowed the error
+        assert raised is not None  # a context has suppressed the error
         raise raised
 
 
@@ -294,8 +290,8 @@ def _checked_around(around: object) -> Around | None:
         raise ConfigurationError(f"{subject}; expected a function of the envelope, a context manager factory")
     if is_async(around) or inspect.isgeneratorfunction(around) or inspect.isasyncgenfunction(around):
         raise ConfigurationError(
-            f"{subject}, which returns no async context manager: write an async generator function, and decorate it "
-            "with contextlib.asynccontextmanager"
+            f"{subject}, which does not return an async context manager: write an async generator function, and "
+            "decorate it with contextlib.asynccontextmanager"
         )
     missing = missing_for(around, 1, unwraps=True)
     if missing is not None:

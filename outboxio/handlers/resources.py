@@ -1,9 +1,9 @@
-"""Resources by type: the parameters of a handler beside the envelope (decision 34).
+"""Resources by type: the parameters of a handler besides the envelope (decision 34).
 
-The plan of a handler is made once, at registration. So a type that no resource has is refused before the first event,
-and a run only calls the factories of the plan.
+A handler's plan is made once, at registration. So a parameter without a matching resource is refused before the first
+event, and a run only calls the factories of the plan.
 
-Refusing a handler function whose signature or annotation contradicts the registration.
+A handler function whose signature or annotation contradicts the registration is refused.
 
 A handler is called with an envelope, or with ``batch=`` with a list of envelopes. A function is refused only if it is
 certain that calls will fail. Annotations do not count if
@@ -39,17 +39,17 @@ _BY_KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWOR
 
 
 class Parameter(Struct, frozen=True):
-    """A parameter that a resource can be given for."""
+    """A parameter that can receive a resource."""
 
     name: str
     written: Any
-    """The annotation as it stands in the code, perhaps in quotes."""
+    """The annotation as written in the code, possibly in quotes."""
     annotation: Any
     """The type, or ``UNKNOWN``."""
 
     @property
-    def told(self) -> str:
-        """The parameter in an error: the name, and the type or the reason why the type is unknown."""
+    def description(self) -> str:
+        """Describe the parameter in an error message: its name, and its type or why the type is unknown."""
         if self.annotation is not UNKNOWN:
             return f"{self.name!r} of type {shown(self.annotation)}"
         if self.written is UNKNOWN:
@@ -66,16 +66,16 @@ class Step(Struct, frozen=True):
 
 
 class Plan(Struct, frozen=True):
-    """The way from resources to the arguments of a function."""
+    """How the arguments of a function are made from resources."""
 
     values: Mapping[Hashable, Any]
-    """The resources that are given as they are."""
+    """The resources that are passed unchanged."""
     steps: tuple[Step, ...]
-    """The factories, each after the factories whose objects it takes."""
+    """The factories, each after the factories that it depends on."""
     arguments: Mapping[str, Hashable]
 
     async def open(self, stack: AsyncExitStack, envelope: EventEnvelope[Any]) -> dict[str, Any]:
-        """Make the arguments of a run. ``stack`` closes the resources of the run, the newest first."""
+        """Create the arguments of a run. ``stack`` closes the resources of the run, the newest first."""
         made = {**self.values, EventEnvelope: envelope}
         for step in self.steps:
             arguments = {name: made[key] for name, key in step.needs.items()}
@@ -84,7 +84,7 @@ class Plan(Struct, frozen=True):
 
 
 async def _entered(result: object, stack: AsyncExitStack) -> Any:
-    """The object of a factory. An awaitable is awaited, and a context manager is entered."""
+    """Return the object that a factory made: await an awaitable, and enter a context manager."""
     made = result
     if inspect.isawaitable(made) and not isinstance(made, AbstractAsyncContextManager):
         made = await cast("Awaitable[object]", made)
@@ -96,14 +96,14 @@ async def _entered(result: object, stack: AsyncExitStack) -> Any:
 
 
 class Resources:
-    """``Outbox(resources=...)`` by type. Resources that are no mapping, and keys that are strings, have no types."""
+    """``Outbox(resources=...)`` by type. Only mappings whose keys are not strings have types."""
 
     def __init__(self, given: object = None) -> None:
         mapping: Mapping[Hashable, Any] = cast(Any, given) if isinstance(given, Mapping) else {}
         self._by_type: dict[Hashable, Any] = {key: value for key, value in mapping.items() if not isinstance(key, str)}
 
     def plan(self, function: Callable[..., Any], name: str, called_with: str) -> Plan:
-        """The plan for a handler's function; :class:`RegistrationError` for a parameter without a resource."""
+        """Return the plan for a handler's function; :class:`RegistrationError` for a parameter without a resource."""
         planner = _Planner(self, name)
         parameters = list(_parameters(function, positional=1))
         arguments = {p.name: key for p in parameters if (key := self.key_of(p.annotation)) is not None}
@@ -115,12 +115,12 @@ class Resources:
         return Plan(planner.values, tuple(planner.steps.values()), arguments)
 
     def key_of(self, annotation: Any) -> Hashable | None:
-        """The key for an annotation: the annotation itself, or a member of a union such as ``Mailer | None``."""
+        """Return the key for an annotation: the annotation itself, or a member of a union such as ``Mailer | None``."""
         for wanted in (annotation, *members(annotation)):
             try:
                 if wanted in self._by_type:
                     return cast(Hashable, wanted)
-            except TypeError:  # an annotation without a hash
+            except TypeError:  # an unhashable annotation
                 continue
         return None
 
@@ -128,14 +128,14 @@ class Resources:
         return self._by_type[key]
 
     @property
-    def told(self) -> str:
+    def type_names(self) -> str:
         return ", ".join(sorted(map(shown, self._by_type)))
 
     def _refuse_handler(
         self, subject: str, function: Callable[..., Any], missing: str, parameters: Collection[Parameter]
     ) -> NoReturn:
-        lacking = [p.told for p in parameters if repr(p.name) in missing]
-        because = f" ({'; '.join(lacking)}; resources has {self.told})" if self._by_type and lacking else ""
+        lacking = [p.description for p in parameters if repr(p.name) in missing]
+        because = f" ({'; '.join(lacking)}; resources has {self.type_names})" if self._by_type and lacking else ""
         raise RegistrationError(
             f"{subject} {where_defined(function)} {missing}{because}; give every other parameter a default, add its "
             "type to Outbox(resources={type: value}), bind it with functools.partial, or write the handler as an "
@@ -158,8 +158,8 @@ class _Planner:
         if key in self.values or key in self.steps:
             return
         if key in self._path:
-            circle = " -> ".join(map(shown, (*self._path[self._path.index(key) :], key)))
-            raise RegistrationError(f"handler {self._handler!r} needs resources that need each other: {circle}")
+            cycle = " -> ".join(map(shown, (*self._path[self._path.index(key) :], key)))
+            raise RegistrationError(f"handler {self._handler!r} needs resources that depend on each other: {cycle}")
         given = self._resources[key]
         if not is_factory(key, given):
             self.values[key] = given
@@ -179,36 +179,36 @@ class _Planner:
                 needs[p.name] = needed
         missing = missing_for(factory, 0, needs, unwraps=True)
         if missing is not None:
-            lacking = [p.told for p in parameters if repr(p.name) in missing]
+            lacking = [p.description for p in parameters if repr(p.name) in missing]
             raise RegistrationError(
                 f"handler {self._handler!r} needs {shown(key)}, and its factory {where_defined(factory)} {missing} "
                 f"({'; '.join(lacking)}); a factory may take the envelope and other resources by type: resources has "
-                f"{self._resources.told}"
+                f"{self._resources.type_names}"
             )
         return needs
 
 
 def is_factory(key: Hashable, given: object) -> bool:
-    """True for a callable that is no instance of the key. Such a callable makes the resource for each run."""
+    """True for a callable that is not an instance of the key: a factory that creates the resource for each run."""
     plain_key = next(members(key))  # without Annotated
     cls = get_origin(plain_key) or getattr(plain_key, "__supertype__", plain_key)
     try:
         return callable(given) and not isinstance(given, cast(type, cls))
-    except TypeError:  # a protocol that cannot be asked
+    except TypeError:  # a protocol without isinstance
         return callable(given)
 
 
 def _as_context(factory: Callable[..., Any]) -> Callable[..., Any]:
-    """The factory; a generator function becomes a factory of context managers."""
+    """Return the factory; a generator function becomes a factory of context managers."""
     if inspect.isasyncgenfunction(factory):
         return asynccontextmanager(factory)
     return contextmanager(factory) if inspect.isgeneratorfunction(factory) else factory
 
 
 def _parameters(function: Callable[..., Any], *, positional: int, unwraps: bool = False) -> Iterator[Parameter]:
-    """The parameters after the first ``positional`` that can be given by keyword, and are not given by a partial.
+    """Yield the parameters after the first ``positional`` that can be passed by keyword and that no partial binds.
 
-    A wrapper with ``**kwargs`` hands resources on, so the parameters of the wrapped function count as well.
+    A wrapper with ``**kwargs`` passes resources on, so the parameters of the wrapped function count as well.
     ``unwraps``: the parameters are those of the wrapped function.
     """
     signature = signature_of(function, unwraps=unwraps)
@@ -245,7 +245,7 @@ class CallCheck(Struct, frozen=True, kw_only=True):
     is_raw: bool = False
 
     def refuse(self) -> None:
-        """Raise :class:`RegistrationError` if the annotation of the first parameter is for a different argument."""
+        """Raise :class:`RegistrationError` if the first parameter is annotated for a different kind of argument."""
         forms = list(members(_annotation_of_first(self.function)))
         if self.is_batch:
             self._refuse_single(forms)
@@ -262,27 +262,27 @@ class CallCheck(Struct, frozen=True, kw_only=True):
         """Refuse an envelope of an event class for a raw handler."""
         for form in forms:
             if is_envelope(form) and any(_is_event(cls) for part in get_args(form) for cls in members(part)):
-                self._contradicts(form, "raw=True decodes nothing: annotate EventEnvelope[bytes], or leave raw= out")
+                self._contradicts(form, "raw=True decodes nothing: annotate EventEnvelope[bytes], or remove raw=")
 
     def _refuse_single(self, forms: Sequence[Any]) -> None:
         if all(map(is_envelope, forms)):
-            self._contradicts(forms[0], f"batch= makes each call with a list: annotate list[{shown(forms[0])}]")
+            self._contradicts(forms[0], f"with batch=, each call receives a list: annotate list[{shown(forms[0])}]")
 
     def _refuse_list(self, forms: Sequence[Any]) -> None:
         if all(map(_is_list, forms)):
             self._contradicts(
-                forms[0], "each call is made with one envelope: add batch=Batch(...), or annotate EventEnvelope[...]"
+                forms[0], "each call receives one envelope: add batch=Batch(...), or annotate EventEnvelope[...]"
             )
 
     def _refuse_bare_event(self, forms: Sequence[Any]) -> None:
         if forms and all(map(_is_event, forms)):
             self._contradicts(
-                forms[0], f"a call is made with envelopes: annotate EventEnvelope[{shown(forms[0])}], and find the "
-                "event in envelope.event"
+                forms[0], f"calls receive envelopes: annotate EventEnvelope[{shown(forms[0])}], and use "
+                "envelope.event"
             )  # fmt: skip
 
     def _refuse_other_events(self, forms: Sequence[Any]) -> None:
-        """Refuse an event type that is no annotated class, and no base class or subclass of an annotated class."""
+        """Reject an event type that is neither an annotated class nor a base class or subclass of one."""
         annotated = [cls for form in forms for argument in get_args(form) for cls in members(argument)]
         if not (forms and all(map(is_envelope, forms)) and annotated and all(map(_is_event, annotated))):
             return  # Any, a dict, a type variable: any event
@@ -294,9 +294,9 @@ class CallCheck(Struct, frozen=True, kw_only=True):
                     f"EventEnvelope[{' | '.join(map(shown, annotated))}]; name the same event type in both"
                 )
 
-    def _contradicts(self, annotation: Any, remedy: str) -> NoReturn:
+    def _contradicts(self, annotation: Any, fix: str) -> NoReturn:
         raise RegistrationError(
-            f"handler {self.name!r}: the first parameter of {self.where} is annotated {shown(annotation)}; {remedy}"
+            f"handler {self.name!r}: the first parameter of {self.where} is annotated {shown(annotation)}; {fix}"
         )
 
 
@@ -304,7 +304,7 @@ class CallCheck(Struct, frozen=True, kw_only=True):
 
 
 def _annotation_of_first(function: Callable[..., Any]) -> Any:
-    """The annotation of the first parameter; ``UNKNOWN`` if there is none, or none that can be trusted."""
+    """Return the annotation of the first parameter; ``UNKNOWN`` if it has none, or none that can be trusted."""
     inner = plain(function)
     signature = None if hasattr(inner, "__wrapped__") else signature_of(function)
     if signature is None:
@@ -315,7 +315,7 @@ def _annotation_of_first(function: Callable[..., Any]) -> Any:
 
 
 def plain(function: Any) -> Any:
-    """The function inside a method, a partial, a class, or an object with ``__call__``."""
+    """Return the function inside a method, a partial, a class, or an object with ``__call__``."""
     while isinstance(function, partial):
         function = function.func
     if inspect.isclass(function):
@@ -326,18 +326,18 @@ def plain(function: Any) -> Any:
 
 
 def resolved(annotation: Any, function: Any) -> Any:
-    """The type of an annotation, also in quotes, or of ``from __future__ import annotations``."""
+    """Return the type of an annotation, even in quotes or with ``from __future__ import annotations``."""
     if not isinstance(annotation, str):
         return annotation
     try:
-        # typing.get_type_hints would evaluate all annotations, and fail at a name that only type checkers import.
+        # typing.get_type_hints would evaluate all annotations, and fail on a name that only type checkers import.
         return eval(annotation, getattr(function, "__globals__", {}), dict(inspect.getclosurevars(function).nonlocals))
     except Exception:
         return UNKNOWN
 
 
 def members(annotation: Any) -> Iterator[Any]:
-    """The members of a union; for any other annotation, the annotation."""
+    """Yield the members of a union; for any other annotation, the annotation itself."""
     if get_origin(annotation) is Annotated:
         annotation = get_args(annotation)[0]
     if get_origin(annotation) in (Union, UnionType):
@@ -348,7 +348,7 @@ def members(annotation: Any) -> Iterator[Any]:
 
 
 def _items(forms: Sequence[Any]) -> list[Any]:
-    """The item types of annotations that are all lists; otherwise an empty list."""
+    """Return the item types of annotations that are all lists; otherwise an empty list."""
     if not all(map(_is_list, forms)):
         return []
     return [item for form in forms for argument in get_args(form) for item in members(argument)]
@@ -365,11 +365,11 @@ def is_envelope(annotation: Any) -> bool:
 
 
 def _is_list(annotation: Any) -> bool:
-    """True for an annotation that fits a list and no envelope: ``list``, ``Sequence``, ``Iterable``."""
+    """True for an annotation that accepts a list but not an envelope: ``list``, ``Sequence``, ``Iterable``."""
     cls = _class_of(annotation)
     try:
         return cls is not None and issubclass(list, cls) and not issubclass(EventEnvelope, cls)
-    except TypeError:  # a protocol that cannot be asked
+    except TypeError:  # a protocol without isinstance
         return False
 
 
@@ -383,5 +383,5 @@ def shown(annotation: Any) -> str:
     origin, arguments = _class_of(annotation), get_args(annotation)
     if origin is None or not arguments:
         return str(annotation)
-    told = [" | ".join(map(shown, members(argument))) for argument in arguments]
-    return f"{origin.__qualname__}[{', '.join(told)}]"
+    parts = [" | ".join(map(shown, members(argument))) for argument in arguments]
+    return f"{origin.__qualname__}[{', '.join(parts)}]"

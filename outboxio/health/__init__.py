@@ -1,1 +1,1 @@
-"""What is wrong with an outbox: facts, rules, the overview for operators, and the health of a process for probes."""
+"""Health checks: facts, rules, the overview for operators, and the health of a process for probes."""

@@ -1,7 +1,7 @@
-"""Reads the facts of a shard: about 15 short statements, each bounded. And the figures for metrics, which are fewer.
+"""Reads the facts of a shard, in about 15 short bounded statements, and the smaller set of figures for metrics.
 
-The facts may be read in a process without the handlers, such as a command line with a URL. So the handlers are those
-of ``subscriptions``, and the options are those of the reports of processes.
+The process that reads them may not have the handlers, as with a command line that only has a URL. Therefore the
+handlers are read from ``subscriptions``, and their options from the reports of the processes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from outboxio.storage.protocols import (
     DueFigures,
     HandlerMinute,
     PartitionCount,
-    full_of_automatic,
+    near_lock_capacity,
     slots_of,
 )
 from outboxio.support import machine
@@ -54,15 +54,15 @@ from outboxio.support.text import without_passwords
 PATIENCE = 5.0  # seconds for all statements on a shard
 CHECKED_AGAIN = 60.0  # seconds between two complete checks of the tables
 HOUR = timedelta(hours=1)
-MOST_KEYS = 100
-MOST_KEYS_OF_METRICS = 1000
-_INSTANCES_FOR = timedelta(minutes=10)  # the time for which a dead process is shown
+MAX_KEYS = 100
+MAX_METRIC_KEYS = 1000
+_INSTANCES_FOR = timedelta(minutes=10)  # how long a dead process is shown
 _OPERATIONS = 20
 
 _FAILURES = (State.FAILED, State.DEAD, State.EXPIRED, State.DYING)
 
 Families = Mapping[str, Sequence[str]]
-"""The stored names of each handler: its present name and its aliases."""
+"""The stored names of each handler: its current name and its aliases."""
 
 
 class Collector:
@@ -84,7 +84,7 @@ class Collector:
         self._pending: Sequence[str] = ()
 
     async def collect(self) -> ShardFacts:
-        """The facts. A shard that cannot be reached, or lacks tables, is a fact and not an error."""
+        """Return the facts. An unreachable shard or a missing table is a fact, not an error."""
         began = machine.monotonic()
         try:
             async with asyncio.timeout(PATIENCE):
@@ -121,11 +121,11 @@ class Collector:
         )  # fmt: skip
 
     async def rows_and_locks(
-        self, now: datetime, *, most: int = MOST, most_keys: int = MOST_KEYS, names: Sequence[str] | None = None
+        self, now: datetime, *, most: int = MOST, most_keys: int = MAX_KEYS, names: Sequence[str] | None = None
     ) -> ShardFacts:
-        """The facts about rows, locks and processes, without errors, jobs and figures by minute.
+        """Return the facts about rows, locks and processes, without errors, jobs and figures by minute.
 
-        ``most``: the bound of every number. ``names``: count the rows of these stored names only.
+        ``most``: the bound of all counts. ``names``: count only the rows of these stored names.
         """
         namespace, database = self._namespace, self._database
         seen_since = self._clock.settled() - self._ttl
@@ -133,8 +133,8 @@ class Collector:
         announced = [one for one in subscriptions if one.last_seen_date > seen_since]
         families = _families(announced)
         known = {name for each in families.values() for name in each}
-        orders = await database.subscriptions.orders(namespace)
-        counts = {one.handler_name: one for one in orders.partitions}
+        controls = await database.subscriptions.control_state(namespace)
+        counts = {one.handler_name: one for one in controls.partitions}
         instances = [
             InstanceFacts.of(one, now, self._redact)
             for one in await database.reports.reports(namespace, now - _INSTANCES_FOR)
@@ -144,8 +144,8 @@ class Collector:
         others = {*await database.stored_notifications.unfinished_names(namespace), *dead_names} - known
         stored = sorted(known | others) if names is None else names
         rows = await self._rows(stored, families, counts, dead_names, held, now, most, most_keys)
-        lacks_locks = bool(families) and await full_of_automatic(database, counts.values()) is not None
-        paused = await database.subscriptions.pauses(namespace) if orders.pauses else ()
+        lacks_locks = bool(families) and await near_lock_capacity(database, counts.values()) is not None
+        paused = await database.subscriptions.pauses(namespace) if controls.pauses else ()
         pauses = {one.handler_name: one.paused_date or now for one in paused if one.ended_date is None}
         alert_ages, gone = _alert_ages(instances, self._handlers), _gone(subscriptions, instances, now)
 
@@ -178,7 +178,7 @@ class Collector:
     async def _locks(
         self, slots: Sequence[Slot], announced: Sequence[Announced], instances: Sequence[InstanceFacts], now: datetime
     ) -> tuple[LockFacts, dict[Slot, LockFacts]]:
-        """The lock of fan-out, and those of slots."""
+        """Return the fan-out lock and the locks of the slots."""
         fanout = LockName(self._namespace, "fanout")
         locks = {slot: LockName(self._namespace, "dispatch", *slot) for slot in slots}
         holders = await self._database.subscriptions.holders([fanout, *locks.values()])
@@ -192,7 +192,7 @@ class Collector:
         }
 
     async def _check(self) -> Sequence[str]:
-        """Check the tables at most once a minute. Returns the contract files that wait."""
+        """Check the tables at most once a minute. Return the contract files that are not applied yet."""
         if machine.monotonic() - self._checked_at >= CHECKED_AGAIN:
             with suppress(SchemaNewer):  # during a deployment, this process is the older one and continues
                 await self._database.schema.check()
@@ -201,9 +201,9 @@ class Collector:
         return self._pending
 
     async def _now(self) -> tuple[datetime, float | None]:
-        """The time by the clock that outboxio uses, and the offset of this machine's wall clock, in seconds."""
+        """Return the time by the clock that outboxio uses, and the offset of this machine's wall clock in seconds."""
         sent, said, answered = utc_now(), await self._database.now(), utc_now()
-        if self._clock.is_given:
+        if self._clock.is_user_supplied:
             return self._clock(), None
         await self._clock.measure(self._database.now)
         slow, fast = (sent - said).total_seconds(), (answered - said).total_seconds()
@@ -213,9 +213,9 @@ class Collector:
         self, names: Sequence[str], families: Families, counts: Mapping[str, PartitionCount], dead_names: Set[str],
         held: Mapping[Slot, LockFacts], now: datetime, most: int, most_keys: int,
     ) -> dict[str, RowFacts]:  # fmt: skip
-        """The notifications of each stored name.
+        """Return the notifications of each stored name.
 
-        ``dead_names``: the names of which DEAD and EXPIRED notifications are counted.
+        ``dead_names``: the names whose DEAD and EXPIRED notifications are counted.
         """
         namespace, probes = self._namespace, self._database.probes
         slots = slots_of(counts, names)
@@ -246,7 +246,7 @@ class Collector:
     # --- errors ------------------------------------------------------------------------------------
 
     async def _completed(self, handler: HandlerFacts, minutes: Sequence[HandlerMinute], now: datetime) -> HandlerFacts:
-        """The handler with its figures by minute, its newest error if it fails, and the rows that fail for long."""
+        """Add the figures by minute to a handler, and its newest error if it is failing."""
         names = (handler.name, *handler.aliases)
         ours = [minute for minute in minutes if minute.handler_name in names]
         handler, error = replace(handler, minutes=ours), None
@@ -257,7 +257,7 @@ class Collector:
         return replace(handler, last_error=error)
 
     async def _failing(self, handlers: Sequence[HandlerFacts], now: datetime) -> list[HandlerFacts]:
-        """The handlers, with the notifications that have been failing for long."""
+        """Add the notifications that have been failing for a long time to their handlers."""
         slots = [
             Slot(name, lock.partition)
             for one in handlers if one.retrying or any(minute.failed for minute in one.minutes)
@@ -280,8 +280,8 @@ class Collector:
             since, _, first = ours[0]
             error = first.errors[-1] if first.errors else {"type": "no error", "message": "is stored"}
             keys = sorted({record.ordering_key for _, _, record in ours if record.ordering_key is not None})
-            told = brief(self._redact(f"{error.get('type')}: {error.get('message')}"))
-            return replace(handler, failing=Failing(len(ours), since, told, keys))
+            text = brief(self._redact(f"{error.get('type')}: {error.get('message')}"))
+            return replace(handler, failing=Failing(len(ours), since, text, keys))
 
         return list(map(with_failing, handlers))
 
@@ -293,16 +293,16 @@ class Collector:
     # --- metrics -----------------------------------------------------------------------------------
 
     async def figures(self) -> Figures:
-        """The figures that metrics show, each counted up to a bound. A stored name without a handler is shown too."""
+        """Return the figures for metrics, each counted up to a bound, including stored names without a handler."""
         now, database = self._clock(), self._database
-        facts = await self.rows_and_locks(now, most_keys=MOST_KEYS_OF_METRICS)
+        facts = await self.rows_and_locks(now, most_keys=MAX_METRIC_KEYS)
         by_reason = waiting_in(facts)
         present = {name: one.name for one in facts.handlers for name in (*one.aliases, one.name)}
         present |= {name: handler.name for handler in self._handlers for name in handler.names}
         shown: dict[str, list[str]] = {}
         for name in facts.rows:
             shown.setdefault(present.get(name, name), []).append(name)
-        wanted = {one.event_type for handler in self._handlers for one in self._handlers.wanted_by(handler)}
+        wanted = {one.event_type for handler in self._handlers for one in self._handlers.subscriptions_of(handler)}
         wanted |= facts.wanted_types
         waits = [one for name, one in facts.undelivered.items() if name in wanted]
         return Figures(
@@ -325,7 +325,7 @@ class Collector:
 
 
 def failing_since(record: NotificationRecord) -> datetime:
-    """When a notification that has failed did so first, as far as its errors tell; they are the last ten."""
+    """Return when a notification first failed, as far as the last ten errors show."""
     first = record.errors[0] if record.errors else {}
     try:
         failed = naive_utc(datetime.fromisoformat(str(first.get("time"))))
@@ -335,9 +335,9 @@ def failing_since(record: NotificationRecord) -> datetime:
 
 
 def _gone(subscriptions: Iterable[Announced], instances: Iterable[InstanceFacts], now: datetime) -> set[str]:
-    """The handlers that no process has had for some minutes, while others have a process.
+    """Return the handlers that no process has had for some minutes, although processes with other handlers run.
 
-    After a time without any process, the processes that start first say nothing about the others.
+    After a time without any process, nothing is concluded from the first processes that start.
     """
     seen: dict[str, datetime] = {}
     for one in subscriptions:
@@ -349,13 +349,13 @@ def _gone(subscriptions: Iterable[Announced], instances: Iterable[InstanceFacts]
 
 
 def _present(handlers: Sequence[HandlerFacts]) -> list[HandlerFacts]:
-    """The handlers without those that live on under a new name."""
+    """Return the handlers except those that were renamed and run under their new name."""
     names = {alias for one in handlers if not one.is_gone for alias in one.aliases}
     return [one for one in handlers if not (one.is_gone and one.name in names)]
 
 
 def _unreachable(error: Exception) -> str:
-    """Why a shard cannot be reached. The address is kept whole, so the reason behind it is not cut off."""
+    """Return why a shard cannot be reached. Only the reason is shortened, not the address before it."""
     if not isinstance(error, DatabaseUnavailable):
         return brief(without_passwords(str(error) or type(error).__name__))
     before = str(error).removesuffix(error.reason)
@@ -370,7 +370,7 @@ def _families(announced: Iterable[Announced]) -> dict[str, list[str]]:
 
 
 def _alert_ages(instances: Iterable[InstanceFacts], handlers: HandlerRegistry) -> dict[str, timedelta]:
-    """The ``alert_age`` of each handler: by the code of this process, or else by the reports."""
+    """Return the ``alert_age`` of each handler, from the code of this process or else from the reports."""
     ages = {
         name: timedelta(seconds=report.alert_age)
         for instance in instances

@@ -1,4 +1,4 @@
-"""The rule engine: what a rule is, and how rules are applied to facts. The rules themselves are in ``rules.py``."""
+"""The rule engine, which applies rules to facts. The rules themselves are in ``rules.py``."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ class Problem(NamedTuple):
     handler: str | None = None
     job: str | None = None
     fix: str = ""
-    """A better command than that of the rule."""
+    """A more specific command than the rule's."""
     since: datetime | None = None
-    """When the problem began. It is reported if it lasts for longer than ``after``."""
+    """When the problem began. It is reported once it has lasted longer than ``after``."""
     after: timedelta | None = None
-    """Instead of the time of the rule."""
+    """Overrides the rule's ``after``."""
 
 
 class Rule(Struct, frozen=True, kw_only=True):
-    """A condition, the severity of its problems, and a command that fixes them or says more."""
+    """A condition, the severity of its problems, and a command that fixes them or shows more about them."""
 
     name: str
     find: Callable[[Any], Iterator[Problem]]
     of_process: bool = False
-    """True for a rule about :class:`ProcessFacts`, which only ``outbox.health()`` has. Others are about a shard."""
+    """True for a rule about :class:`ProcessFacts`, as used by ``outbox.health()``; others are about a shard."""
     level: Level = "degraded"
-    """A problem of a shard is ``down`` only if all shards are down."""
+    """A problem of a shard has the level ``down`` only if all shards are down."""
     fix: str = ""
-    """``{handler}`` and ``{job}`` stand for the names of the problem."""
+    """A command, in which ``{handler}`` and ``{job}`` are replaced by the problem's names."""
     see: tuple[str, str] | None = None
-    """The page of the dashboard that fixes them or says more, and the words of the link."""
+    """The dashboard page about the problems, and the text of the link."""
     after: timedelta = timedelta()
-    """For how long a problem with a beginning has to last."""
+    """The minimum duration of a problem that has ``since``."""
     unless: Sequence[str] = ()
     """Earlier rules that report the same fault."""
 
     def findings(self, facts: Facts) -> Iterator[Finding]:
-        """The problems that have lasted for long enough."""
+        """Yield the problems that have lasted long enough."""
         if self.of_process:
             if facts.process is not None:
                 yield from map(self._finding, self.find(facts.process))
@@ -70,10 +70,10 @@ _Find = TypeVar("_Find", bound=Callable[[Any], Iterator[Problem]])
 
 
 class Rules(list[Rule]):
-    """Rules, the worst fault first."""
+    """A list of rules, most severe first."""
 
     def add(self, fix: str = "", **options: Any) -> Callable[[_Find], _Find]:
-        """Add a function as a rule with its name. See :class:`Rule` for the options."""
+        """Register a function as a rule under its own name. See :class:`Rule` for the options."""
 
         def decorate(find: _Find) -> _Find:
             self.append(Rule(name=find.__name__, find=find, fix=fix, **options))
@@ -82,7 +82,7 @@ class Rules(list[Rule]):
         return decorate
 
     def apply(self, facts: Facts) -> list[Finding]:
-        """What is wrong, the worst first. The fault of one shard of several is the fault of a part."""
+        """Return the findings, worst first. Unless all shards are down, a fault of one of several is ``degraded``."""
         found: list[Finding] = []
         for rule in self:
             if not any(one.rule in rule.unless for one in found):
@@ -95,12 +95,12 @@ class Rules(list[Rule]):
 
 
 def worst(findings: Sequence[Finding]) -> Level:
-    """The level of the whole."""
+    """Return the worst level; ``ok`` if there are no findings."""
     return findings[0].level if findings else "ok"
 
 
 def _placed(finding: Finding, *, is_down: bool) -> Finding:
-    """The finding of one shard of several, with the shard in the text."""
+    """Return the finding of one of several shards, with the shard in its text."""
     names = f"`{finding.shard}`", repr(finding.shard)
     text = finding.text
     if not any(name in text for name in names):

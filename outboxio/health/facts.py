@@ -1,6 +1,6 @@
-"""The facts that the rules read, about a shard, its handlers and processes, and about the process that reads them.
+"""The facts that the rules use: about a shard, its handlers and processes, and about the current process.
 
-``collector.py`` reads the tables of a shard, and ``reader.py`` the memory of this process.
+``collector.py`` reads them from the tables of a shard, and ``reader.py`` from the memory of this process.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from datetime import datetime, timedelta
 from functools import reduce
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, field
 from msgspec.structs import replace
 
 from outboxio.handlers.options import ALERT_AGE, LONGEST_UNSEEN
@@ -21,13 +21,13 @@ from outboxio.storage.protocols import DeferredFigures, HandlerMinute, Holder, I
 
 FAILING_WITHIN, FAILING_SHARE, FAILING_RUNS = timedelta(minutes=5), 0.5, 10
 JUST_ANNOUNCED = LONGEST_UNSEEN + timedelta(seconds=30)
-"""A process that runs has announced its handlers within this time."""
+"""Every running process has announced its handlers within this time."""
 GONE_AFTER = 3 * LONGEST_UNSEEN
-"""An announcement may come late, and the next may fail. After so long, no process has the handler."""
+"""After this time without an announcement, no process has the handler. One may be late, and the next may fail."""
 SOON = timedelta(seconds=1)
-"""A row that is due within this time counts as due: it may have been made after the facts were begun to be read."""
+"""A row that is due within this time counts as due, because it may be newer than the time of the facts."""
 REACHED_WITHIN = 30.0  # seconds for which an answer of a shard keeps the process ready
-NEVER = float("-inf")  # by the clock of an event loop
+NEVER = float("-inf")  # by the event loop's clock
 
 
 # --- the tables of a shard -----------------------------------------------------------------------
@@ -38,14 +38,14 @@ class LockFacts(Struct, frozen=True, kw_only=True):
 
     partition: int = 0
     owner: str | None = None
-    """The process that took the lock last, unless the process gave the lock back."""
+    """The last process that acquired the lock, unless it has released the lock."""
     since: datetime | None = None
     is_dead: bool = False
-    """True if three reports of the owner are missing, or if the owner has no report and took the lock long ago."""
+    """True if the owner missed three reports, or has no report and acquired the lock long ago."""
 
     @property
     def is_held(self) -> bool:
-        """True if a process holds the lock, as far as is known."""
+        """True if a process is known to hold the lock."""
         return self.owner is not None and not self.is_dead
 
     @classmethod
@@ -53,12 +53,12 @@ class LockFacts(Struct, frozen=True, kw_only=True):
         cls, partition: int, holder: Holder | None, instances: Iterable[InstanceFacts], now: datetime, *,
         is_announced: bool = False,
     ) -> LockFacts:  # fmt: skip
-        """A lock and its holder. ``is_announced``: True if a process has announced the handler just now.
+        """Return a lock and its holder. ``is_announced``: True if a process has just announced the handler.
 
-        A holder without a report is a drain, or a process of an older version, if the handler was announced just now.
-        Otherwise the holder died long ago, and its report was removed.
+        If so, a holder without a report is a drain or a process of an older version. Otherwise it died long ago, and
+        its report was removed.
         """
-        if holder is None or holder.has_given_back:
+        if holder is None or holder.is_released:
             return cls(partition=partition)
         alive = [one.is_alive for one in instances if one.instance == holder.owner]
         is_old = not is_announced and now - holder.since > JUST_ANNOUNCED
@@ -67,7 +67,7 @@ class LockFacts(Struct, frozen=True, kw_only=True):
 
 
 class RowFacts(Struct, frozen=True, kw_only=True):
-    """The notifications of one stored handler name, or of several, each number counted up to a bound."""
+    """The notifications of one or more stored handler names. Each count stops at a bound."""
 
     due: int = 0
     oldest_due: datetime | None = None
@@ -94,7 +94,7 @@ class RowFacts(Struct, frozen=True, kw_only=True):
 
     @staticmethod
     def together(rows: Sequence[RowFacts]) -> RowFacts:
-        """The notifications of several names."""
+        """Return the notifications of several names as one value."""
         return RowFacts(
             due=min(MOST, sum(one.due for one in rows)),
             oldest_due=min((one.oldest_due for one in rows if one.oldest_due is not None), default=None),
@@ -113,23 +113,23 @@ class RowFacts(Struct, frozen=True, kw_only=True):
 
 
 MOST_FAILING = 20
-"""Up to so many notifications of a stored name are counted that have been failing for long."""
+"""The bound up to which the long-failing notifications of a stored name are counted."""
 
 
 class Failing(Struct, frozen=True):
-    """Notifications that have been failing for long. Their number is counted up to a bound."""
+    """Notifications that have been failing for a long time. Their count stops at a bound."""
 
     number: int
     since: datetime
-    """When the first of them failed first."""
+    """The time of the earliest first failure."""
     error: str
-    """The last error of that one."""
+    """The last error of the notification that has been failing longest."""
     keys: Sequence[str] = ()
     """Their ordering keys."""
 
 
 class HandlerFacts(RowFacts, frozen=True, kw_only=True):
-    """A handler on a shard. The notifications are those of the name and the aliases together."""
+    """A handler on a shard, with the notifications of its name and its aliases together."""
 
     name: str
     aliases: tuple[str, ...] = ()
@@ -138,20 +138,20 @@ class HandlerFacts(RowFacts, frozen=True, kw_only=True):
     last_seen: datetime | None = None
     """The last announcement; ``None`` if no process has announced the handler within ``subscription_ttl``."""
     locks: Sequence[LockFacts] = ()
-    """The locks of the present name."""
+    """The locks of the current name."""
     unheld: Mapping[str, Sequence[int]] = {}
     """The partitions that no process holds, by stored name."""
     is_gone: bool = False
-    """True if no process has had the handler for some minutes, while other handlers have a process."""
+    """True if no process has had the handler for some minutes, although processes with other handlers run."""
     failing: Failing | None = None
     paused_since: datetime | None = None
     minutes: Sequence[HandlerMinute] = ()
-    """The minutes of the last hour with runs."""
+    """The minutes of the last hour in which the handler ran."""
     last_error: str | None = None
-    """The newest error, read only if the handler fails."""
+    """The newest error, read only if the handler is failing."""
     alert_age: timedelta = ALERT_AGE
     lacks_locks: bool = False
-    """True if the number of partitions is automatic, and cannot rise for want of locks in the server."""
+    """True if the partition count is automatic, but cannot grow because the server is short of locks."""
 
     @property
     def is_held(self) -> bool:
@@ -159,7 +159,7 @@ class HandlerFacts(RowFacts, frozen=True, kw_only=True):
         return any(lock.is_held for lock in self.locks)
 
     def failures(self, now: datetime) -> tuple[int, float]:
-        """The number of runs of the last 5 minutes, and the share of failures."""
+        """Return the number of runs in the last 5 minutes, and the share of failures."""
         since = now - FAILING_WITHIN - timedelta(minutes=1)
         minutes = [minute for minute in self.minutes if minute.minute_date > since]
         failed = sum(minute.failed + minute.dead + minute.expired for minute in minutes)
@@ -172,46 +172,46 @@ class HandlerFacts(RowFacts, frozen=True, kw_only=True):
         return runs >= FAILING_RUNS and share > FAILING_SHARE
 
 
-class RestReport(Struct, frozen=True):
-    """The open circuit breaker of a handler whose service is unavailable."""
+class CircuitReport(Struct, frozen=True):
+    """The open circuit breaker of a handler."""
 
     since: datetime
     reason: str
 
 
 class HandlerReport(Struct, frozen=True):
-    """A handler in the report of a process. A value that is missing is unknown."""
+    """A handler in the report of a process. Missing values are unknown."""
 
     in_flight: int = 0
     limit: int = 0
     stuck: int = 0
     alert_age: float | None = None
-    rest: RestReport | None = None
+    circuit: CircuitReport | None = field(default=None, name="rest")
     limited_to: str | None = None
     """The rate, such as ``100/s``, if the rate holds notifications back."""
     max_wait: float | None = None
-    """For how many seconds an event waits for a full batch, at most."""
+    """The maximum time in seconds that an event waits for a full batch."""
     schedule: str | None = None
     """The schedule of a batch handler."""
 
     def beside(self, other: HandlerReport) -> HandlerReport:
-        """The reports of two processes as one."""
+        """Combine the reports of two processes."""
         return HandlerReport(
             self.in_flight + other.in_flight, self.limit + other.limit, self.stuck + other.stuck,
-            self.alert_age or other.alert_age, self.rest or other.rest, self.limited_to or other.limited_to,
+            self.alert_age or other.alert_age, self.circuit or other.circuit, self.limited_to or other.limited_to,
             self.max_wait or other.max_wait, self.schedule or other.schedule,
         )  # fmt: skip
 
 
 class FullPool(Struct, frozen=True):
-    """A connection pool whose connections were all in use at every report since then."""
+    """A connection pool whose connections have all been in use in every report since ``since``."""
 
     size: int
     since: datetime
 
 
 class Report(Struct, frozen=True):
-    """The JSON object in ``instance_reports``. Older and newer versions may write fewer or more values."""
+    """The JSON object in ``instance_reports``. Other versions may write fewer or more values."""
 
     roles: tuple[str, ...] = ()
     jobs: tuple[str, ...] = ()
@@ -220,25 +220,30 @@ class Report(Struct, frozen=True):
     full_pool: FullPool | None = None
     handlers: Mapping[str, HandlerReport] = {}
     options: Mapping[str, Mapping[str, str]] | None = None
-    """The options that differ from the defaults, of the handlers that have any; ``None`` from an older version."""
+    """Options that differ from the defaults, by handler; ``None`` if an older version wrote the report."""
     stuck: tuple[StuckRunStatus, ...] = ()
 
     @classmethod
     def of(cls, raw: msgspec.Raw, redact: Redact) -> Report:
-        """The report of a process, which may have another ``redact``. A report of an unknown shape has no values."""
+        """Decode a report, and redact it again: the process may use a different ``redact``.
+
+        A report of an unknown shape has no values.
+        """
         try:
             report = msgspec.json.decode(bytes(raw), type=Report)
         except msgspec.MsgspecError:
             return Report()
         handlers = {
-            name: one if one.rest is None else replace(one, rest=replace(one.rest, reason=redact(one.rest.reason)))
+            name: one
+            if one.circuit is None
+            else replace(one, circuit=replace(one.circuit, reason=redact(one.circuit.reason)))
             for name, one in report.handlers.items()
         }
         return replace(report, handlers=handlers)
 
 
 class InstanceFacts(Struct, frozen=True, kw_only=True):
-    """A process, by its report."""
+    """A process, according to its report."""
 
     instance: str
     version: str
@@ -256,14 +261,14 @@ class InstanceFacts(Struct, frozen=True, kw_only=True):
 
 
 class ShardFacts(Struct, frozen=True, kw_only=True):
-    """The facts of a shard at the time ``now``, by the clock of the database."""
+    """The facts about a shard at the time ``now`` (database clock)."""
 
     name: str
     now: datetime
     error: str | None = None
     """Why the shard cannot be reached."""
     schema: str | None = None
-    """What is wrong with the tables. The facts below are then unknown."""
+    """What is wrong with the tables. If set, the facts below are unknown."""
     pending: Sequence[str] = ()
     clock_offset: float | None = None
     handlers: Sequence[HandlerFacts] = ()
@@ -271,51 +276,51 @@ class ShardFacts(Struct, frozen=True, kw_only=True):
     undelivered: Mapping[str, Waiting] = {}
     """By event type."""
     rows: Mapping[str, RowFacts] = {}
-    """The notifications by stored handler name, also of names that no process has."""
+    """The notifications by stored handler name, including names that no process has."""
     instances: Sequence[InstanceFacts] = ()
     failed_operations: Sequence[Operation] = ()
-    """Of the last hour."""
+    """Operations that failed in the last hour."""
     jobs: Sequence[JobRow] = ()
-    """The jobs that are due, whose last run did not succeed, or that are paused. The first shard keeps the jobs."""
+    """Jobs that are due or paused, or whose last run did not succeed. Jobs are stored on the first shard."""
     took: float = 0.0
     here: LocalShard | None = None
-    """The shard as this process knows it, for ``outbox.health()``. Takes precedence over ``error`` and ``schema``."""
+    """The state in this process, for ``outbox.health()``. Takes precedence over ``error`` and ``schema``."""
 
     @property
     def alive(self) -> Sequence[InstanceFacts]:
-        """The processes whose reports are not missing."""
+        """The processes that have reported recently."""
         return [one for one in self.instances if one.is_alive]
 
     def handler_of(self, stored_name: str) -> HandlerFacts | None:
-        """The handler of a stored name: of this name, or else with this alias."""
+        """Return the handler with this name, or else the one with this alias."""
         found = [one for one in self.handlers if stored_name in (one.name, *one.aliases)]
         return min(found, key=lambda one: one.name != stored_name, default=None)
 
     def reported(self, handler_name: str) -> HandlerReport:
-        """What the running processes report about a handler, together."""
+        """Return the combined reports of the running processes about a handler."""
         reports = [one.report.handlers[handler_name] for one in self.alive if handler_name in one.report.handlers]
         return reduce(HandlerReport.beside, reports, HandlerReport())
 
     @property
     def unroutable(self) -> Mapping[str, int]:
-        """Unfinished notifications by a stored handler name that no process has announced."""
+        """Unfinished notifications of handlers that no process has announced, by stored name."""
         return {name: n for name, rows in self.rows.items() if self.handler_of(name) is None and (n := rows.unfinished)}
 
     @property
     def wanted_types(self) -> frozenset[str]:
-        """The event types that a handler wants."""
+        """The event types that any handler subscribes to."""
         return frozenset(event_type for handler in self.handlers for event_type in handler.event_types)
 
     @property
     def wanted(self) -> Waiting:
-        """The undelivered events that a handler wants: their number, and since when the first one has waited."""
+        """The undelivered events with a subscribed handler: their number, and the time since which the oldest waits."""
         types = self.wanted_types
         found = [waiting for name, waiting in self.undelivered.items() if name in types]
         oldest = min((one.oldest for one in found if one.oldest is not None), default=None)
         return Waiting(sum(one.number for one in found), oldest)
 
     def age(self, time: datetime) -> float:
-        """The seconds since a time; 0 for a time in the future."""
+        """Return the seconds since ``time``; 0 if it is in the future."""
         return max(0.0, (self.now - time).total_seconds())
 
     def age_of(self, time: datetime | None) -> float | None:
@@ -326,7 +331,7 @@ class ShardFacts(Struct, frozen=True, kw_only=True):
 
 
 class Probe(Struct, frozen=True, kw_only=True):
-    """The result of a short query that ``outbox.health()`` sent to a shard. A query may end without any answer."""
+    """The result of a short query that ``outbox.health()`` sent to a shard, and which may have timed out."""
 
     sent: float = NEVER
     """When the query was sent, by the event loop's clock."""
@@ -337,16 +342,16 @@ class Probe(Struct, frozen=True, kw_only=True):
 
 
 class LocalShard(Struct, frozen=True, kw_only=True):
-    """A shard as this process knows it: from its loops, and from the last probe."""
+    """The state of a shard in this process, from its loops and the last probe."""
 
     now: float
     """When these facts were read, by the event loop's clock."""
     in_running: bool = False
-    """True if this process is in ``running()``, and does not leave it."""
+    """True if this process is in ``running()`` and is not leaving it."""
     runs: bool = False
-    """True if loops work on the shard, or try to reach the shard."""
+    """True if loops are working on the shard, or trying to reach it."""
     fit: Fit = "unknown"
-    """As the loops know."""
+    """According to the loops."""
     answered: float = NEVER
     """When the database last answered a loop, by the event loop's clock."""
     clock_offset: float | None = None
@@ -355,11 +360,11 @@ class LocalShard(Struct, frozen=True, kw_only=True):
     stuck: int = 0
     loops: Mapping[str, LoopHealth] = {}
     dead: Sequence[str] = ()
-    """The loops that do no rounds any more, in sentences."""
-    is_sick: bool = False
-    """True if due notifications wait and no run ends (``dispatch/watchdog.py``)."""
-    resting: Mapping[str, str] = {}
-    """The handlers whose circuit breaker is open, each with the reason."""
+    """Texts about the loops that have stopped."""
+    is_stalled: bool = False
+    """True if notifications are due but no run finishes (``dispatch/watchdog.py``)."""
+    open_circuits: Mapping[str, str] = {}
+    """The reasons of open circuit breakers, by handler."""
     probe: Probe = Probe()
 
     @property
@@ -372,7 +377,7 @@ class LocalShard(Struct, frozen=True, kw_only=True):
 
     @property
     def reachable(self) -> bool | None:
-        """True after an answer within 30 s, unless a probe was refused since. ``None`` if nothing was sent yet."""
+        """True if the shard has answered within 30 s and refused no probe since. ``None`` if no query was sent yet."""
         if self._answered == NEVER:
             return None if self.probe.sent == NEVER and not self.runs else False
         was_refused = self.probe.refused and self.probe.sent > self._answered
@@ -380,7 +385,7 @@ class LocalShard(Struct, frozen=True, kw_only=True):
 
     @property
     def is_ready(self) -> bool:
-        """True if loops work on the shard. A refused probe is not enough: the server may be back in a second."""
+        """True if loops are working on the shard. One refused probe is ignored: the server may be back in a second."""
         return self.runs and self.fit == "fits" and self.now - self._answered <= REACHED_WITHIN
 
     @property
@@ -392,20 +397,20 @@ class LocalShard(Struct, frozen=True, kw_only=True):
 
 
 class ProcessFacts(Struct, frozen=True, kw_only=True):
-    """What this process knows of itself and of its shards."""
+    """The facts about this process and its shards, from memory."""
 
     phase: Phase
     shards: Mapping[str, LocalShard]
     ended: Sequence[str] = ()
-    """The parts of ``running()`` that have ended by themselves, in sentences."""
+    """Texts about the parts of ``running()`` that have ended on their own."""
     blocked: tuple[float, float] = (0.0, float("inf"))
-    """For how many seconds the event loop was last blocked, and how many seconds ago."""
+    """How long the event loop was last blocked, and how long ago, in seconds."""
     tables_unknown: str | None = None
     """Why the tables could not be read."""
 
 
 class Facts(Struct, frozen=True, kw_only=True):
-    """All facts about an outbox: one value, which the rules read."""
+    """All facts about an outbox, as the input of the rules."""
 
     namespace: str = ""
     shards: Sequence[ShardFacts]

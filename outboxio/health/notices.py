@@ -1,9 +1,9 @@
 """Notices about findings: one when a finding appears, and one when it has ended (decision 78).
 
-A receiver is a function of ``outbox.on_finding``, or the webhook of ``outboxio watch``. Each has a keyed lock, so a
-single process in the cluster notifies it, and a row with the findings that it was notified of, so that the next holder
-of the lock repeats none of them. Both work without tables and while the database is away: then the process that
-notified last goes on from memory.
+A receiver is a function registered with ``outbox.on_finding``, or the webhook of ``outboxio watch``. A keyed lock for
+each receiver ensures that only one process in the cluster notifies it. A row stores the findings that were sent, so
+that the next holder of the lock does not repeat them. Without tables, or while the database is unreachable, the last
+process that notified the receiver continues from memory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from outboxio.loops.loop import NOTHING, Loop, PollSchedule, RoundResult
 from outboxio.model.lock_name import LockName
 from outboxio.storage.protocols import Database, InstanceReport, KeySession
 from outboxio.storage.unavailable import as_unavailable
-from outboxio.support.aio import to_the_end
+from outboxio.support.aio import run_to_completion
 from outboxio.support.log import log_of, log_text, type_name
 from outboxio.support.text import without_passwords
 from outboxio.version import __version__
@@ -33,42 +33,42 @@ from outboxio.version import __version__
 logger = log_of(__name__)
 
 EVERY = 15.0  # seconds between two evaluations
-LONGEST_CALL = 30.0  # seconds for a notice
-_FOUND_TWICE = ("no_instance", "lock_without_holder")  # before it is reported: a process may just be restarting
-_ONLY_IN_MEMORY = ("shard_unreachable",)  # what was sent while the database was away is not in the stored row
-_OF_NOBODY = ""  # no namespace is blank, so these rows of instance_reports are no process's
+LONGEST_CALL = 30.0  # seconds for the delivery of a notice
+_FOUND_TWICE = ("no_instance", "lock_without_holder")  # reported when found twice: a process may be restarting
+_ONLY_IN_MEMORY = ("shard_unreachable",)  # sent while the database is unreachable, so not in the stored row
+_NO_NAMESPACE = ""  # a namespace is never empty, so these rows of instance_reports belong to no process
 
 Key = tuple[str, str | None, str | None, str | None]
 Deliver = Callable[[Finding], Awaitable[None]]
 
 
 class Notice(Struct, kw_only=True):
-    """A finding that has not ended, or whose end was not reported yet."""
+    """A finding that has not ended, or whose end has not been reported yet."""
 
     finding: Finding
-    """As it was when the receiver was notified: its numbers change all the time."""
+    """The finding as it was when the receiver was notified; its numbers may have changed since."""
     is_sent: bool = False
     rounds: int = 0
-    """The evaluations in a row that had the finding, before the receiver was notified."""
+    """The number of consecutive evaluations with the finding before the receiver was notified."""
     missing: datetime | None = None
-    """Since when the finding is found no longer."""
+    """The time since which the finding is absent."""
     has_failed: bool = False
-    """True if the last call of the receiver has failed."""
+    """True if the last call of the receiver failed."""
 
     @property
     def content(self) -> Finding:
-        """What the receiver gets."""
+        """The finding that is passed to the receiver."""
         return replace(self.finding, ended=self.missing) if self.is_sent else self.finding
 
 
 class Notices:
-    """Decides what a receiver has to be notified of. A finding is the same while rule, handler, job and shard are."""
+    """Decides which findings to send. A finding is identified by its rule, handler, job and shard."""
 
     def __init__(self) -> None:
         self._open: dict[Key, Notice] = {}
 
     def update(self, overview: Overview) -> list[Notice]:
-        """The notices that are due: of new findings, and of findings that are absent for the second time in a row."""
+        """Return the due notices: new findings, and findings that are absent for the second time in a row."""
         found: dict[Key, Finding] = {}
         for finding in overview.findings:
             found.setdefault(_key(finding), finding)
@@ -93,23 +93,23 @@ class Notices:
         return due
 
     def sent(self, notice: Notice) -> None:
-        """The receiver has got the notice."""
+        """Record that the receiver has received the notice."""
         if notice.is_sent:
             del self._open[_key(notice.finding)]
         notice.is_sent, notice.has_failed = True, False
 
     @property
     def any_failed(self) -> bool:
-        """True if a notice could not be delivered, and is retried."""
+        """True if a notice could not be delivered and will be retried."""
         return any(notice.has_failed for notice in self._open.values())
 
     @property
     def all(self) -> list[Notice]:
-        """What the next process has to know."""
+        """The notices to store for the next holder of the lock."""
         return list(self._open.values())
 
     def add(self, stored: list[Notice]) -> None:
-        """Take over what the former process has stored."""
+        """Take over the notices that the previous holder of the lock stored."""
         self._open = {
             key: notice
             for key, notice in self._open.items()
@@ -122,7 +122,7 @@ def _key(finding: Finding) -> Key:
 
 
 def _is_unknown(finding: Finding, overview: Overview) -> bool:
-    """True if an absent finding may go on: its shard could not be read, or a worse finding hides it."""
+    """Return True if an absent finding may persist: its shard could not be read, or a worse finding hides it."""
     if finding.rule == "shard_unreachable":
         return False
     if any(one.shard == finding.shard and (one.error or one.schema) for one in overview.shards):
@@ -140,19 +140,19 @@ class Watched(Struct, frozen=True):
     owner: str
     """The name of this process."""
     database: Database
-    """Of the first shard, which has the locks and what was sent."""
+    """The database of the first shard, which has the locks and the sent findings."""
     overviews: OverviewReader
 
 
 class FindingWatch:
-    """Notifies a receiver, as long as this process is the one that notifies it."""
+    """Notifies a receiver while this process is responsible for it."""
 
     def __init__(
         self, watched: Watched, receiver: str, deliver: Deliver, *, every: float = EVERY, starts: bool = False,
         longest: float | None = None,
     ) -> None:  # fmt: skip
         """``every``: the seconds between two evaluations. ``starts``: begin even if the database cannot be reached.
-        ``longest``: the seconds for a notice, 30 by default."""
+        ``longest``: the maximum time to deliver a notice in seconds, 30 by default."""
         self._watched, self._database = watched, watched.database
         self._receiver = receiver
         self._deliver = deliver
@@ -161,14 +161,14 @@ class FindingWatch:
         self._session: KeySession | None = None
         self._holds = False
         self._leads = starts
-        """True if this process notified last, as far as it knows."""
+        """True if this process was the last one known to notify the receiver."""
         self._notices = Notices()
         self._written: bytes | None = None
         self._is_in_memory = False
 
     @property
     def leads(self) -> bool:
-        """True if this process notifies the receiver, and no other does."""
+        """True if this process is the one that notifies the receiver."""
         return self._leads
 
     @property
@@ -177,16 +177,16 @@ class FindingWatch:
         return self._notices.any_failed
 
     async def run(self) -> None:
-        """Evaluate the findings again and again, until the task is cancelled."""
+        """Evaluate the findings repeatedly until the task is cancelled."""
         loop = Loop(f"findings for {self._receiver}", self.run_once, PollSchedule(lambda: self._every))
         try:
             await loop.run()
         finally:
-            await to_the_end(self.close())
+            await run_to_completion(self.close())
 
     async def run_once(self) -> RoundResult:
-        """Evaluate the findings once, and notify the receiver. A process without the lock does nothing."""
-        await self._look_at_lock()
+        """Evaluate the findings once and notify the receiver. Does nothing if another process has the lock."""
+        await self._check_lock()
         if not self._leads:
             return NOTHING
         _, overview = await self._watched.overviews.read()
@@ -194,7 +194,7 @@ class FindingWatch:
         try:
             await asyncio.gather(*map(self._send, due))
         finally:
-            await to_the_end(self._store())
+            await run_to_completion(self._store())
         return RoundResult(len(due))
 
     async def close(self) -> None:
@@ -212,28 +212,28 @@ class FindingWatch:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
-            problem = error  # the function's own
+            problem = error  # raised by the function itself
         except Exception as error:
             problem = error
         else:
             return self._notices.sent(notice)
         if not notice.has_failed:
             logger.warning(
-                "finding %s could not be reported to %s, and is reported again in %.0f s: %s", notice.finding.rule,
+                "could not report finding %s to %s; retrying in %.0f s: %s", notice.finding.rule,
                 self._receiver, self._every, without_passwords(log_text(problem)), error_type=type_name(problem),
             )  # fmt: skip
         notice.has_failed = True
 
     # --- the lock, and what was sent ---------------------------------------------------------------
 
-    async def _look_at_lock(self) -> None:
-        """Take the lock if it is free. While the database cannot be reached, nothing changes."""
+    async def _check_lock(self) -> None:
+        """Acquire the lock if it is free. While the database cannot be reached, nothing changes."""
         try:
             with as_unavailable(self._database):
                 await self._hold()
         except DatabaseUnavailable as error:
             self._holds = False
-            logger.debug("the lock of the notices to %s is unknown: %s", self._receiver, error)
+            logger.debug("could not check the lock for notices to %s: %s", self._receiver, error)
 
     async def _hold(self) -> None:
         session = self._session
@@ -252,9 +252,9 @@ class FindingWatch:
         self._holds = self._leads
 
     async def _load(self) -> None:
-        """Take over what the former holder of the lock has sent."""
+        """Load the findings that the previous holder of the lock has sent."""
         try:
-            reports = await self._database.reports.reports(_OF_NOBODY, datetime(1970, 1, 1))
+            reports = await self._database.reports.reports(_NO_NAMESPACE, datetime(1970, 1, 1))
             rows = [
                 msgspec.json.decode(one.report, type=_Stored) for one in reports if one.instance == self._lock.lease
             ]
@@ -264,7 +264,7 @@ class FindingWatch:
         self._written = msgspec.json.encode(_Stored(self._notices.all)) if rows else None
 
     async def _store(self) -> None:
-        """Store what was sent, if that has changed. The row is there only while findings last."""
+        """Store the sent findings if they have changed. The row exists only while there are any."""
         stored = _Stored(self._notices.all)
         content = msgspec.json.encode(stored) if stored.notices else None
         if not self._holds or content == self._written:
@@ -272,10 +272,10 @@ class FindingWatch:
         reports, instance = self._database.reports, self._lock.lease
         try:
             if content is None:
-                await reports.remove_report(_OF_NOBODY, instance)
+                await reports.remove_report(_NO_NAMESPACE, instance)
             else:
                 now = await self._database.now()
-                await reports.write_report(_OF_NOBODY, InstanceReport(
+                await reports.write_report(_NO_NAMESPACE, InstanceReport(
                     instance=instance, version=__version__, started_date=now, last_seen_date=now,
                     delay_seconds=round(self._every), report=msgspec.Raw(content),
                 ))  # fmt: skip
@@ -286,7 +286,7 @@ class FindingWatch:
     def _not_stored(self, error: Exception) -> None:
         level, self._is_in_memory = logging.DEBUG if self._is_in_memory else logging.WARNING, True
         logger.log(
-            level, "the findings that were reported to %s are kept in memory only: %s", self._receiver,
+            level, "could not store the findings reported to %s; keeping them in memory: %s", self._receiver,
             without_passwords(log_text(error)), error_type=type_name(error),
         )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""From the facts of all shards to the overview of ``outbox.admin``."""
+"""Builds the overview of ``outbox.admin`` from the facts of all shards."""
 
 from __future__ import annotations
 
@@ -22,20 +22,22 @@ from outboxio.health.values import (
     Overview,
     OverviewFigures,
     ShardStatus,
-    spoken,
+    human_duration,
 )
 from outboxio.statistics.figures import DURATIONS, LAGS, added, percentile
 from outboxio.storage.protocols import HandlerMinute
 from outboxio.support import machine
 
-FRESH = 1.0  # seconds for which facts are used again
+FRESH = 1.0  # seconds for which facts are cached
 MINUTES = 60
 SEVERITY: dict[Level, int] = {"ok": 0, "degraded": 1, "down": 2}
 
 
 class OverviewReader:
-    """Reads the facts of all shards, and their overview. However many callers there are, the databases are read once a
-    second."""
+    """Reads the facts of all shards and builds the overview.
+
+    Reads the databases at most once a second, however many callers there are.
+    """
 
     def __init__(self, namespace: str, collectors: Sequence[Collector]) -> None:
         self.collectors = {collector.shard: collector for collector in collectors}
@@ -46,7 +48,7 @@ class OverviewReader:
         self._turn: tuple[asyncio.AbstractEventLoop, asyncio.Lock] | None = None
 
     async def read(self) -> tuple[Facts, Overview]:
-        """Those of the last second, or new ones if an operation of this process has ended since."""
+        """Return facts and overview, at most 1 s old and not older than the last operation of this process."""
         async with self._in_turn():
             if self._last is None or machine.monotonic() - self._read_at >= FRESH:
                 began, operations = machine.monotonic(), self._operations
@@ -57,12 +59,12 @@ class OverviewReader:
             return self._last
 
     def operation_ended(self) -> None:
-        """An operation of this process has ended: the facts of the last second are out of date."""
+        """Discard the cached facts, because an operation of this process has ended."""
         self._operations += 1
         self._read_at = float("-inf")
 
     def _in_turn(self) -> asyncio.Lock:
-        """The lock of the running event loop: an outbox may be used in a new event loop after the former has ended."""
+        """Return the lock of the running event loop. After a loop has ended, an outbox may be used in a new one."""
         loop = asyncio.get_running_loop()
         if self._turn is None or self._turn[0] is not loop:
             self._turn = loop, asyncio.Lock()
@@ -70,7 +72,7 @@ class OverviewReader:
 
 
 def waiting_by_reason(facts: Facts) -> Counter[Reason]:
-    """All unfinished rows by reason, each row once."""
+    """Count all unfinished rows by reason, each row once."""
     counts = Counter[Reason](dict.fromkeys(Reason, 0))
     for shard in facts.shards:
         for by_reason in waiting_in(shard).values():
@@ -79,7 +81,7 @@ def waiting_by_reason(facts: Facts) -> Counter[Reason]:
 
 
 def overview_of(facts: Facts) -> Overview:
-    """The overview of facts."""
+    """Build the overview from facts."""
     findings = RULES.apply(facts)
     shards, instances = tuple(map(_shard, facts.shards)), _instances(facts)
     handlers = _handlers(facts, findings)
@@ -100,7 +102,7 @@ def overview_of(facts: Facts) -> Overview:
 
 def _all_is_well(handlers: Sequence[HandlerStatus], figures: OverviewFigures) -> str:
     number = f"{len(handlers)} handler{'' if len(handlers) == 1 else 's'}"
-    oldest = "nothing is due" if figures.oldest_due is None else f"oldest due {spoken(figures.oldest_due)}"
+    oldest = "nothing is due" if figures.oldest_due is None else f"oldest due {human_duration(figures.oldest_due)}"
     rate = figures.per_minute
     return f"All is well: {number}, {rate:,.0f} notification{'' if round(rate) == 1 else 's'} a minute, {oldest}."
 
@@ -109,13 +111,13 @@ def _all_is_well(handlers: Sequence[HandlerStatus], figures: OverviewFigures) ->
 
 
 def _handlers(facts: Facts, findings: Sequence[Finding]) -> tuple[HandlerStatus, ...]:
-    """The handlers, the worst first: by level, then by the age of what is due."""
+    """Return the handlers, worst first: by level, then by the age of the oldest due notification."""
     known: dict[str, list[tuple[ShardFacts, HandlerFacts]]] = {}
     for shard in facts.shards:
         for handler in shard.handlers:
             known.setdefault(handler.name, []).append((shard, handler))
     alive = [instance for shard in facts.shards for instance in shard.alive]
-    levels: dict[str | None, Level] = {one.handler: one.level for one in reversed(findings)}  # the worst comes last
+    levels: dict[str | None, Level] = {one.handler: one.level for one in reversed(findings)}  # worst last
     made = [_handler(name, on, alive, levels.get(name, "ok")) for name, on in known.items()]
     return tuple(sorted(made, key=lambda one: (-SEVERITY[one.level], -(one.oldest_due or 0), one.handler_name)))
 
@@ -175,7 +177,7 @@ def _reasons(on: Sequence[tuple[ShardFacts, HandlerFacts]]) -> dict[str, int]:
 
 
 def _options(name: str, instances: Sequence[InstanceFacts]) -> tuple[str | None, Mapping[str, str] | None]:
-    """The newest process that reports options of a handler, and the options."""
+    """Return the newest process that reports the options of a handler, and the options."""
     for one in sorted(instances, key=lambda one: one.started, reverse=True):
         if name in one.report.handlers and one.report.options is not None:
             return one.instance, one.report.options.get(name, {})
@@ -187,7 +189,7 @@ def _holders(handler: HandlerFacts) -> tuple[str, ...]:
 
 
 def _sparkline(shard: ShardFacts, minutes: Iterable[HandlerMinute]) -> tuple[int, ...]:
-    """The successes of each of the last 60 minutes, the present minute last."""
+    """Return the successes in each of the last 60 minutes, the current minute last."""
     present = shard.now.replace(second=0, microsecond=0)
     counts = [0] * MINUTES
     for minute in minutes:
@@ -207,7 +209,7 @@ def _percentile(bounds: Sequence[float], histograms: Sequence[Sequence[int]], sh
 def _figures(
     facts: Facts, handlers: Sequence[HandlerStatus], shards: Sequence[ShardStatus], instances: Sequence[InstanceStatus]
 ) -> OverviewFigures:
-    """The figures of all handlers and shards: a figure of the same name, added up."""
+    """Add up the figures of all handlers and shards."""
     lags = [minute.lags for shard in facts.shards for handler in shard.handlers for minute in handler.minutes]
     waits = waiting_by_reason(facts)
     counts: dict[str, Any] = {
@@ -248,7 +250,7 @@ def _shard(shard: ShardFacts) -> ShardStatus:
 
 
 def _instances(facts: Facts) -> tuple[InstanceStatus, ...]:
-    """The processes, each once. A process reports to all of its shards."""
+    """Return each process once, although it reports to all of its shards."""
     on: dict[str, list[tuple[str, InstanceFacts]]] = {}
     for shard in facts.shards:
         for instance in shard.instances:
@@ -278,7 +280,7 @@ def _instance(shards: Sequence[str], reports: Sequence[InstanceFacts]) -> Instan
 
 
 def _sum(numbers: Iterable[int]) -> int:
-    """The sum of numbers that were each counted up to the bound, again up to the bound."""
+    """Add counts that stop at the bound; the sum stops there too."""
     return min(MOST, sum(numbers))
 
 

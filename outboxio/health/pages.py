@@ -29,14 +29,14 @@ ASGIApp = Callable[[_Scope, _Receive, _Send], Awaitable[None]]
 
 
 def health_app(outbox: Outbox) -> ASGIApp:
-    """An ASGI application with the pages ``/live``, ``/ready``, ``/health`` and ``/metrics`` of an outbox.
+    """Return an ASGI application with the pages ``/live``, ``/ready``, ``/health`` and ``/metrics`` of an outbox.
 
-    The application answers GET and HEAD, with 200 or 503 and JSON; ``/metrics`` answers in the text format of
-    Prometheus. No framework is needed, and the application may be mounted under any prefix. In an event loop of its
-    own, the application notices that the event loop of the outbox does not answer.
+    It responds to GET and HEAD with 200 or 503 and JSON, and on ``/metrics`` with the Prometheus text format. It needs
+    no framework and may be mounted under any prefix. If it runs in a separate event loop, it also detects that the
+    outbox's event loop is blocked.
 
-    The pages show names of handlers and shards, without any right to be asked for: mount the pages where only
-    operators and probes can reach them.
+    The pages show the names of handlers and shards without authorization: mount them where only operators and probes
+    can reach them.
 
     Example::
 
@@ -59,10 +59,10 @@ def health_app(outbox: Outbox) -> ASGIApp:
 
 
 def _path_below(scope: _Scope) -> str:
-    """The path below the mount, without a slash at the end.
+    """Return the path below the mount point, without a trailing slash.
 
-    ``path`` begins with ``root_path``, with an end of ``root_path`` (behind a proxy that removes the rest), or with the
-    name of the page, as frameworks differ.
+    Depending on the framework, ``path`` starts with ``root_path``, with the last part of ``root_path`` (behind a proxy
+    that strips a prefix), or with the name of the page.
     """
     path = [part for part in str(scope["path"]).split("/") if part]
     prefix = [part for part in str(scope.get("root_path", "")).split("/") if part]
@@ -86,7 +86,7 @@ async def _send_page(page: Page, method: str, send: _Send) -> None:
 
 
 async def _lifespan(receive: _Receive, send: _Send) -> None:
-    """Nothing is started and nothing is stopped: the application runs the outbox."""
+    """Complete the lifespan protocol without starting or stopping anything: your application runs the outbox."""
     while True:
         message = await receive()
         await send({"type": f"{message['type']}.complete"})
@@ -96,7 +96,7 @@ async def _lifespan(receive: _Receive, send: _Send) -> None:
 
 # --- the pages ``/live``, ``/ready``, ``/health`` and ``/metrics`` --------------------------------
 #
-# The pages ``/live``, ``/ready``, ``/health`` and ``/metrics``: the same answers over ASGI and over the listener.
+# The responses are the same over ASGI and over the listener.
 
 
 # pyright: reportPrivateUsage=false
@@ -111,40 +111,40 @@ _NAMES = "/live, /ready, /health and /metrics"
 
 
 class Page(Struct, frozen=True):
-    """An answer over HTTP. The body of a HEAD request is left out by the server."""
+    """An HTTP response. The server omits the body for a HEAD request."""
 
     status: int
     body: bytes
     content_type: str = _JSON
     allow: bool = False
-    """True if the answer lists the allowed methods."""
+    """True if the response lists the allowed methods."""
 
 
 class Pages:
-    """Answers requests for the health of an outbox."""
+    """Responds to requests for the health of an outbox."""
 
     def __init__(self, outbox: Outbox) -> None:
         self._outbox = outbox
         self._metrics: Callable[[], Page] | None = None
 
     async def answer(self, method: str, path: str) -> Page:
-        """The answer to a request. Never raises."""
+        """Return the response to a request. Never raises."""
         if path not in PAGES:
-            return _text(404, f"there is no page {path[:100]!r}; the pages are {_NAMES}")
+            return _text(404, f"page {path[:100]!r} not found; the pages are {_NAMES}")
         if method not in METHODS:
-            return _text(405, f"the pages answer {' and '.join(METHODS)} only", allow=True)
+            return _text(405, f"method not allowed; use {' or '.join(METHODS)}", allow=True)
         try:
             return await self._page(path)
         except Exception as error:
-            logger.exception("the page %s has failed", path)
-            return _text(500, f"the page has failed: {type(error).__name__}; see the log")
+            logger.exception("page %s failed", path)
+            return _text(500, f"page failed: {type(error).__name__}; see the log")
 
     async def _page(self, path: str) -> Page:
         if path == "/metrics":
             if self._metrics is None:
                 self._metrics = _exposition(self._outbox)
             return self._metrics()
-        health = await self._outbox._health.probe(asks=path == "/health")
+        health = await self._outbox._health.probe(queries_database=path == "/health")
         if path == "/health":
             return _json(503 if health.status == "down" else 200, health)
         is_true = health.live if path == "/live" else health.ready
@@ -152,11 +152,11 @@ class Pages:
 
 
 def _exposition(outbox: Outbox) -> Callable[[], Page]:
-    """A function that writes the metrics in the text format of Prometheus."""
+    """Return a function that exports the metrics in the Prometheus text format."""
     try:
         prometheus: Any = importlib.import_module("outboxio.integrations.prometheus")
     except (ImportError, ConfigurationError):
-        return lambda: _text(404, "there are no metrics without prometheus-client: pip install 'outboxio[prometheus]'")
+        return lambda: _text(404, "metrics need prometheus-client: pip install 'outboxio[prometheus]'")
     return lambda: Page(200, prometheus.metrics_text(outbox), prometheus.CONTENT_TYPE)
 
 
@@ -168,31 +168,29 @@ def _text(status: int, text: str, *, allow: bool = False) -> Page:
     return Page(status, f"{text}\n".encode(), _TEXT, allow)
 
 
-# --- A small HTTP listener for the health pages ---------------------------------------------------
+# --- a small HTTP listener for the health pages ---------------------------------------------------
 #
-# A small HTTP listener for the health pages, in the event loop that works.
-#
-# The listener needs no framework. An event loop that a handler blocks does not answer, which is what a liveness probe
-# must notice. Each connection is answered once and closed: probes and Prometheus open a connection for each question.
-# A client has 5 s to send its request, of at most 2 KB, and 5 s to read the answer.
+# The listener needs no framework and runs in the outbox's event loop. If a handler blocks that loop, the listener does
+# not respond, which is what a liveness probe must detect. Each connection serves one request, as probes and Prometheus
+# open a connection per request. A client has 5 s to send a request of at most 2 KB, and 5 s to read the response.
 
 LARGEST_REQUEST = 2048  # bytes, up to the empty line
-PATIENCE = 5.0  # seconds for the request, and for the answer
-LINGERS = 1.0  # seconds in which a client may go on sending, so that the end does not cut off the answer
-MOST_CONNECTIONS = 100  # the oldest connection makes room for a further connection
+PATIENCE = 5.0  # seconds for the request, and for the response
+LINGERS = 1.0  # seconds in which a client may continue sending, so that closing does not cut off the response
+MOST_CONNECTIONS = 100  # beyond this, a new connection closes the oldest
 
 _END = b"\r\n\r\n"
 
 
 @asynccontextmanager
 async def serve_health(outbox: Outbox, port: int, *, host: str = "127.0.0.1") -> AsyncGenerator[int]:
-    """Answer ``/live``, ``/ready``, ``/health`` and ``/metrics`` over HTTP while the block lasts.
+    """Serve ``/live``, ``/ready``, ``/health`` and ``/metrics`` over HTTP inside the ``async with`` block.
 
-    The value of the block is the port. With ``port=0`` the system chooses a free port. Enter the block outside of
-    ``running()``: then probes see ``ready`` become false while the last handlers end. The pages have no password, so
-    choose a ``host`` that only operators and probes reach.
+    Yields the port; with ``port=0`` the system chooses a free one. Enter the block outside ``running()``, so that
+    probes see ``ready`` become false while the last handlers finish. The pages have no password, so choose a ``host``
+    that only operators and probes can reach.
 
-    Raises :class:`ConfigurationError` if the port cannot be listened on.
+    Raises :class:`ConfigurationError` if it cannot listen on the port.
 
     Example::
 
@@ -212,14 +210,14 @@ async def serve_health(outbox: Outbox, port: int, *, host: str = "127.0.0.1") ->
 
 
 class Listener:
-    """Answers each connection once."""
+    """Serves one request per connection."""
 
     def __init__(self, pages: Pages) -> None:
         self._pages = pages
         self._open: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
 
     async def connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answer a connection, within a bounded time. Never raises."""
+        """Serve a connection within a bounded time. Never raises."""
         task = asyncio.current_task()
         assert task is not None
         if len(self._open) >= MOST_CONNECTIONS:
@@ -228,13 +226,13 @@ class Listener:
         try:
             await self._serve(reader, writer)
         except (OSError, TimeoutError, asyncio.CancelledError):
-            pass  # the client is gone, is slow, or has to make room; at the end of the listener too
+            pass  # the client is gone or slow, a newer connection needs its place, or the listener closes
         finally:
             self._open.pop(task, None)
             writer.transport.abort()
 
     async def close(self) -> None:
-        """End every connection."""
+        """Close all connections."""
         tasks = list(self._open)
         for task in tasks:
             task.cancel()
@@ -257,22 +255,22 @@ class Listener:
                     pass
 
     async def _answer(self, reader: asyncio.StreamReader) -> tuple[str, Page | None]:
-        """The method and the answer; no answer to a connection that ends before the request does."""
+        """Return the method and the response; ``None`` if the connection ends before the request is complete."""
         try:
             head = await reader.readuntil(_END)
         except asyncio.IncompleteReadError:
             return "GET", None
         except asyncio.LimitOverrunError:
-            return "GET", _text(431, f"a request has at most {LARGEST_REQUEST} bytes")
+            return "GET", _text(431, f"request too large: at most {LARGEST_REQUEST} bytes")
         method, _, rest = head.partition(b"\r\n")[0].decode("latin-1").partition(" ")
         target, _, version = rest.rpartition(" ")
         if not version.startswith("HTTP/1.") or not method.isalpha() or not target:
-            return "GET", _text(400, "expected a request as in GET /live HTTP/1.1")
+            return "GET", _text(400, "malformed request; expected, for example, GET /live HTTP/1.1")
         return method, await self._pages.answer(method, _path_of(target))
 
 
 def _path_of(target: str) -> str:
-    """The path of a request target, which a proxy may send as a whole URL."""
+    """Return the path of a request target, which a proxy may send as a full URL."""
     try:
         return urlsplit(target).path
     except ValueError:

@@ -1,10 +1,10 @@
-"""``outbox.health()``: reads the health in the event loop of the outbox, or notices that this loop is blocked.
+"""``outbox.health()``: reads the health in the event loop of the outbox, or detects that this loop is blocked.
 
-Loops, locks and connections belong to the event loop that the outbox is bound to. A caller in this loop reads at once.
-A caller in a second event loop, such as an application with health pages in a thread of its own, lets the outbox's loop
-read. A loop that does not answer for 5 s is dead: a handler blocks the loop, and nothing else runs.
+Loops, locks and connections belong to the event loop that the outbox is bound to. A caller in this loop reads directly.
+For a caller in another event loop, such as health pages in a separate thread, the read runs in the outbox's loop. If
+that loop does not respond for 5 s, the process is not live: a handler is blocking the loop, and nothing else runs.
 
-The database is queried at most once in 5 s, within 1 s, however many callers wait for the answer.
+The database is queried at most once every 5 s and for at most 1 s, however many callers are waiting.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from outboxio.health.facts import Facts, LocalShard, Probe, ProcessFacts, ShardF
 from outboxio.health.overview import OverviewReader
 from outboxio.health.rules import RULES
 from outboxio.health.values import Fit, Health, LoopHealth, Overview, Phase
+from outboxio.loops.blocked_loop import last_block_of, unresponsive_for
 from outboxio.loops.loop import Loop, age_of, has_died, is_late, is_long, waits_for_database
 from outboxio.loops.owner import EventLoopGuard
-from outboxio.loops.standstill import last_standstill_of, silence_of
 from outboxio.support import machine
 from outboxio.support.clock import utc_now
 from outboxio.support.log import log_of, log_text, type_name
@@ -38,12 +38,12 @@ if TYPE_CHECKING:
 
 logger = log_of(__name__)
 
-FRESH = 5.0  # seconds for which an answer is used again, a failure too
+FRESH = 5.0  # seconds for which an answer or a failure is cached
 TIMEOUT = 1.0  # seconds
 CHECKED_AGAIN = 60.0  # seconds between two complete checks of the tables, by a process outside of running()
-LONGEST_BLOCK = 5.0  # seconds: an event loop that does not answer for so long is dead
-_LOOK = 0.25  # seconds between two looks at an event loop that does not answer
-_TURNS = 3  # of the event loop, in which loops that are late after a block begin a round
+LONGEST_BLOCK = 5.0  # seconds without a response from the event loop, after which the process is not live
+_LOOK = 0.25  # seconds between two checks of an unresponsive event loop
+_TURNS = 3  # iterations of the event loop in which loops that are late after a block begin a round
 
 
 class Answers(Struct, frozen=True, kw_only=True):
@@ -61,8 +61,8 @@ class Answers(Struct, frozen=True, kw_only=True):
 def process_facts(
     lifecycle: Lifecycle, shards: Mapping[str, ShardRuntime], loop: asyncio.AbstractEventLoop, answers: Answers
 ) -> ProcessFacts:
-    """The facts about an outbox that runs on ``loop``."""
-    ended, seconds = last_standstill_of(loop)
+    """Return the facts about an outbox that runs on ``loop``."""
+    ended, seconds = last_block_of(loop)
     phase, now, probes = lifecycle.phase, loop.time(), answers.probes
     return ProcessFacts(
         phase=phase,
@@ -77,15 +77,15 @@ def _ended(lifecycle: Lifecycle) -> list[str]:
     running = lifecycle.running
     if running is None:
         return []
-    sentences = [f"a shard has ended by an error: {type(problem).__name__}" for problem in running.problems]
+    sentences = [f"a shard stopped with an error: {type(problem).__name__}" for problem in running.problems]
     if running.is_over and not sentences:
-        sentences.append("running() has ended without being left")
+        sentences.append("running() has ended unexpectedly")
     return sentences
 
 
 def _local_shard(phase: Phase, shard: ShardRuntime, probe: Probe, now: float) -> LocalShard:
-    """The facts about a shard at the time ``now`` by the event loop's clock."""
-    given = shard.clock.is_given or shard.clock.offset is None
+    """Return the facts about a shard at the time ``now`` of the event loop's clock."""
+    given = shard.clock.is_user_supplied or shard.clock.offset is None
     known = LocalShard(
         now=now, in_running=phase == "running", stuck=len(shard.stuck.ids), probe=probe,
         clock_offset=None if given else round((shard.clock() - utc_now()).total_seconds(), 3),
@@ -108,16 +108,18 @@ def _with_loops(known: LocalShard, shard: ShardRuntime, run: ShardRun) -> LocalS
         fit="fits",
         answered=run.answered_at,
         locks_held=sorted(name.lease for name in run.locks.held),
-        locks_lacking=sorted(name.lease for name in run.locks.lacking),
+        locks_lacking=sorted(name.lease for name in run.locks.missing),
         loops={each.name: _loop(each, known.now) for each in every},
         dead=[] if run.is_leaving else _dead(every, known.now),
-        is_sick=run.is_sick(known.now),
-        resting={name: one.rest.reason for name, one in shard.statistics.handlers.items() if one.rest is not None},
+        is_stalled=run.is_stalled(known.now),
+        open_circuits={
+            name: one.circuit.reason for name, one in shard.statistics.handlers.items() if one.circuit is not None
+        },
     )
 
 
 def fit_of(error: Exception) -> Fit:
-    """How the tables fit, by the error of a check."""
+    """Return whether the tables match, from the error of a check."""
     if isinstance(error, SchemaNewer):
         return "newer"
     return "missing" if isinstance(error, SchemaError) else "unknown"
@@ -130,19 +132,22 @@ def _loop(loop: Loop, now: float) -> LoopHealth:
 
 
 def _dead(loops: Sequence[Loop], now: float) -> list[str]:
-    """The loops that do no rounds. A loop may wait for a second loop of the shard, which waits for the database."""
+    """Return texts about the loops that have stopped.
+
+    A long round is normal while any loop of the shard waits for the database, because loops may wait for one another.
+    """
     died = [f"the loop {loop.name!r} has ended" for loop in loops if has_died(loop)]
-    late = [f"the loop {loop.name!r} has lost its timer" for loop in loops if is_late(loop, now)]
+    late = [f"the loop {loop.name!r} missed its scheduled rounds" for loop in loops if is_late(loop, now)]
     if any(map(waits_for_database, loops)):
         return died + late
-    return died + late + [f"a round of the loop {loop.name!r} does not end" for loop in loops if is_long(loop)]
+    return died + late + [f"a round of the loop {loop.name!r} does not finish" for loop in loops if is_long(loop)]
 
 
 # --- the health ------------------------------------------------------------------------------------
 
 
 def health_of(process: ProcessFacts, tables: tuple[Facts, Overview] | None = None) -> Health:
-    """The health, from what this process knows, and from the tables if they could be read."""
+    """Return the health, from the facts about this process, and about the tables if they could be read."""
     facts, overview = tables or (None, None)
     known = {} if facts is None else {shard.name: shard for shard in facts.shards}
     lost = next((f"{shard.error} (shard {name!r})" for name, shard in known.items() if shard.error), None)
@@ -184,11 +189,11 @@ class HealthReader:
         self._guard = guard
         self._is_reported = False
         self._last: Health | None = None
-        self._begin_anew()
-        guard.when_taken_over(self._begin_anew)
+        self._reset()
+        guard.when_taken_over(self._reset)
 
-    def _begin_anew(self) -> None:
-        """Forget the answers and the lock of a former event loop."""
+    def _reset(self) -> None:
+        """Discard the answers and the lock of a previous event loop."""
         self._last = None
         self._answers = Answers()
         self._read_at = float("-inf")
@@ -196,24 +201,24 @@ class HealthReader:
         self._turn = asyncio.Lock()
 
     async def read(self, patience: float = TIMEOUT) -> Health:
-        """The health, with the answers of the database within ``patience`` seconds.
+        """Return the health, waiting for the database for at most ``patience`` seconds.
 
-        Binds an outbox that was not used yet to the running loop.
+        Binds an outbox that has not been used yet to the running event loop.
         """
         if not self._guard.is_bound:
             self._guard.enter()
         return await self._read(patience)
 
-    async def probe(self, *, asks: bool) -> Health:
-        """The health for a probe, which binds the outbox to no event loop.
+    async def probe(self, *, queries_database: bool) -> Health:
+        """Return the health for a probe, without binding the outbox to an event loop.
 
-        ``asks``: query the database too. The database of an outbox that is not in use is not queried.
+        ``queries_database``: query the database too, unless the outbox has not been used yet.
         """
-        return await self._read(TIMEOUT if asks and self._guard.is_bound else None)
+        return await self._read(TIMEOUT if queries_database and self._guard.is_bound else None)
 
     async def _read(self, patience: float | None) -> Health:
-        """``patience``: the seconds for the database, or ``None`` to leave the database alone."""
-        self._guard.refuse_in_child()  # the memory of a forked child is that of its parent
+        """``patience``: the maximum time for queries in seconds; ``None`` to skip them."""
+        self._guard.refuse_in_child()  # a forked child has a copy of its parent's memory
         home = self._guard.loop
         if home is None or home.is_closed() or home is asyncio.get_running_loop():
             return await self._read_here(patience)
@@ -230,13 +235,13 @@ class HealthReader:
 
     async def _read_there(self, home: asyncio.AbstractEventLoop, patience: float | None) -> Health:
         began = machine.monotonic()
-        if (seconds := silence_of(home)) >= LONGEST_BLOCK:
+        if (seconds := unresponsive_for(home)) >= LONGEST_BLOCK:
             return self._blocked(home, seconds)
         reading = asyncio.run_coroutine_threadsafe(self._read_here(patience), home)
         answer = asyncio.wrap_future(reading)
         try:
             while not (await asyncio.wait({answer}, timeout=_LOOK))[0]:
-                seconds = max(silence_of(home), machine.monotonic() - began)
+                seconds = max(unresponsive_for(home), machine.monotonic() - began)
                 if seconds >= LONGEST_BLOCK:
                     return self._blocked(home, seconds)
             return await answer
@@ -244,24 +249,24 @@ class HealthReader:
             reading.cancel()
 
     def _evaluate(self, loop: asyncio.AbstractEventLoop) -> Health:
-        """The health by the memory of this process, and by the last answers of the database."""
+        """Return the health from the memory of this process and the last answers of the database."""
         process = process_facts(self._lifecycle, self._shards, loop, self._answers)
         self._last = health_of(process, self._answers.tables)
         return self._last
 
     def _blocked(self, home: asyncio.AbstractEventLoop, seconds: float) -> Health:
-        """The health while the event loop of the outbox does not answer: the rest is as it was."""
+        """Return the health while the outbox's event loop is blocked, with the last known values of other facts."""
         known = self._last or self._evaluate(home)
         text = (
-            f"the event loop has not answered for {seconds:.0f} s: a handler blocks it; give a call that blocks to "
-            "await asyncio.to_thread(...)"
+            f"the event loop has not responded for {seconds:.0f} s because a handler is blocking it: move blocking "
+            "calls to asyncio.to_thread()"
         )
         return replace(known, status="down", live=False, ready=False, reasons=(text, *known.reasons))
 
     # --- the database ------------------------------------------------------------------------------
 
     async def _refresh(self, patience: float) -> None:
-        """Query the database, unless the last answers are at most 5 s old. Never raises a database's error."""
+        """Query the database, unless the last answers are at most 5 s old. Never raises a database error."""
         if self._is_old():
             async with self._turn:
                 if self._is_old():
@@ -285,7 +290,7 @@ class HealthReader:
             if limit.expired():
                 return Answers(probes=probes, unknown=f"the overview was not read within {patience:g} s")
             level = logging.DEBUG if self._is_reported else logging.WARNING
-            logger.log(level, "the figures of health() could not be read: %s", error, error_type=type_name(error))
+            logger.log(level, "could not read the figures for health(): %s", error, error_type=type_name(error))
             self._is_reported = True
             unknown = f"the overview could not be read: {without_passwords(log_text(error))}"
             return Answers(probes=probes, unknown=unknown)
@@ -300,17 +305,17 @@ class HealthReader:
         except TimeoutError:
             return Probe(sent=sent)
         except Exception as error:
-            logger.debug("shard %s does not answer the question of health(): %s", shard.name, error)
+            logger.debug("shard %s: health query failed: %s", shard.name, error)
             is_unreachable = isinstance(error, DatabaseUnavailable) or shard.database.is_unreachable(error)
             fit: Fit = "missing" if shard.database.lacks_schema(error) else fit_of(error)
             return Probe(sent=sent, answered=not is_unreachable, refused=is_unreachable, schema=fit)
         return Probe(sent=sent, answered=True, schema="fits")
 
     async def _ping(self, shard: ShardRuntime) -> None:
-        """A short statement on a small table.
+        """Run a short statement on a small table.
 
-        A process in ``running()`` has checked the tables at the start. Later a newer version may migrate the tables
-        while this process continues, so only a process outside of ``running()`` checks the tables.
+        Only a process outside ``running()`` also checks the tables. A process in ``running()`` checked them at its
+        start, and continues even if a newer version migrates them later.
         """
         if shard.work is None and machine.monotonic() - self._checked.get(shard.name, float("-inf")) >= CHECKED_AGAIN:
             await shard.database.schema.check()

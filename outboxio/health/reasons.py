@@ -1,7 +1,7 @@
-"""Why unfinished notifications have not run: one function, for a single row and for the counts of all rows.
+"""Why unfinished notifications have not run, for single rows and for counts.
 
 Every row that is not terminal has exactly one reason. For each reason, a rule in ``rules.py`` reports rows that have
-waited for too long. So a cause that no rule foresees is reported as well: its rows are ``queued`` (decision 80).
+waited too long. Rows with an unforeseen cause are ``queued``, and therefore reported too (decision 80).
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ class Reason(StrEnum):
     RETRY = "retry"
     """Failed, and waiting for its next attempt."""
     DELAYED = "delayed"
-    """Due later, because its event has ``available_at``, or ``RetryAfter`` has set the moment."""
+    """Due later, because its event has ``available_at``, or ``RetryAfter`` has set the time."""
     SCHEDULE = "schedule"
-    """Waiting for the next moment of the handler's batch schedule."""
+    """Waiting for the next time of the handler's batch schedule."""
     BATCH = "batch"
-    """Waiting for further events that fill the batch."""
+    """Waiting for more events to fill the batch."""
     BLOCKED = "blocked"
-    """Behind an earlier notification of its ordering key, or behind handlers with a lower priority number."""
+    """Waiting for an earlier notification of its ordering key, or for handlers with a lower priority number."""
     VERSION = "version"
-    """Waiting for a version of its event that no process that runs the handler has."""
+    """Waiting for an event version that no process with the handler has."""
     NO_HANDLER = "no_handler"
     """No process has the handler."""
     NO_OWNER = "no_owner"
-    """A process may have the handler, and no process holds the lock of the partition."""
+    """No process holds the lock of the partition."""
     PAUSED = "paused"
     """An operator has paused the handler."""
     UNAVAILABLE = "unavailable"
@@ -44,11 +44,11 @@ class Reason(StrEnum):
     RATE = "rate"
     """Held back by the handler's ``rate``."""
     CONCURRENCY = "concurrency"
-    """All runs that the handler may have at the same time are in use."""
+    """The handler is at its concurrency limit."""
 
 
 def reason_of(state: State, due: datetime, handler: HandlerFacts | None, shard: ShardFacts, *, is_held: bool) -> Reason:
-    """The reason for an unfinished row.
+    """Return why an unfinished row has not run.
 
     ``due``: its ``next_retry_at``. ``handler``: ``None`` if no process has announced the handler. ``is_held``: True if
     a process holds the row's partition.
@@ -69,9 +69,9 @@ def reason_of(state: State, due: datetime, handler: HandlerFacts | None, shard: 
 
 
 def _of_due(handler: HandlerFacts, shard: ShardFacts) -> Reason:
-    """Why the due rows of a handler wait although its lock is held."""
+    """Return why due rows of a handler are waiting although its lock is held."""
     report = shard.reported(handler.name)
-    if report.rest is not None:
+    if report.circuit is not None:
         return Reason.UNAVAILABLE
     if report.limited_to:
         return Reason.RATE
@@ -87,7 +87,7 @@ Counts = Mapping[Reason, int]
 
 
 def counts_of(rows: RowFacts, handler: HandlerFacts | None, shard: ShardFacts) -> Counts:
-    """The rows of a stored handler name, or of several, by reason. Reasons without rows are left out."""
+    """Count the rows of one or more stored handler names by reason. Reasons without rows are omitted."""
     later, now = shard.now + 2 * SOON, shard.now
     groups: list[tuple[int, State, datetime, bool]] = [
         (rows.due - rows.unowned, State.PENDING, now, True),
@@ -105,12 +105,12 @@ def counts_of(rows: RowFacts, handler: HandlerFacts | None, shard: ShardFacts) -
 
 
 def waiting_in(shard: ShardFacts) -> Mapping[str, Counts]:
-    """The unfinished rows of a shard by reason, of each stored handler name: each row once."""
+    """Count the unfinished rows of a shard by stored handler name and reason, each row once."""
     return {name: counts_of(rows, shard.handler_of(name), shard) for name, rows in shard.rows.items()}
 
 
 def awaited_versions(handler: HandlerFacts) -> str:
-    """The notifications that wait for newer versions of events, the three versions with the most by name."""
+    """Describe the notifications that wait for newer event versions, naming the three most frequent versions."""
     numbers = Counter[tuple[str, int]]()
     for one in handler.deferred:
         numbers[one.event_type, one.version] += one.number
@@ -122,15 +122,15 @@ def awaited_versions(handler: HandlerFacts) -> str:
     more = f" and {len(numbers) - _MOST_VERSIONS} more" if len(numbers) > _MOST_VERSIONS else ""
     return (
         f"{quantity(min(MOST, number), 'notification')} of `{handler.name}` {'waits' if number == 1 else 'wait'} for "
-        f"{versions}{more}, and no process that runs the handler has {'them' if several else 'it'}: deploy the newer "
+        f"{versions}{more}, but no process that runs the handler has {'them' if several else 'it'}: deploy the newer "
         "code to the processes that run handlers."
     )
 
 
-# --- the reason of a single row, in a sentence ---------------------------------------------------
+# --- the reason of a single row, as text ---------------------------------------------------
 
 _SENTENCES: Mapping[Reason, str] = {
-    Reason.QUEUED: "Due since {due}: it waits for its turn, or runs now.",
+    Reason.QUEUED: "Due since {due}: queued or running.",
     Reason.RETRY: "Waits for its retry at {due}, after attempt {attempts} failed.",
     Reason.DELAYED: "Delayed until {due}.",
     Reason.SCHEDULE: "Waits for the schedule of `{name}`, `{report.schedule}`: next at {due}.",
@@ -139,25 +139,25 @@ _SENTENCES: Mapping[Reason, str] = {
     Reason.VERSION: "Waits for version {version} of `{type}`: deploy the newer code to the workers of `{name}`.",
     Reason.NO_HANDLER: "No process has a handler `{name}`: deploy it, or add `aliases={{'{name}'}}` to its successor.",
     Reason.NO_OWNER: "Due since {due}: no process holds partition {partition} of `{name}`.",
-    Reason.PAUSED: "`{name}` is paused: `outboxio unpause {name}` continues it.",
-    Reason.UNAVAILABLE: "The circuit breaker of `{name}` is open: {report.rest.reason}.",
+    Reason.PAUSED: "`{name}` is paused: `outboxio unpause {name}` resumes it.",
+    Reason.UNAVAILABLE: "The circuit breaker of `{name}` is open: {report.circuit.reason}.",
     Reason.RATE: "Due since {due}: `{name}` is limited to {report.limited_to}.",
-    Reason.CONCURRENCY: "Due since {due}: `{name}` has all its {report.limit} runs in use, perhaps one by this row.",
+    Reason.CONCURRENCY: "Due since {due}: all {report.limit} runs of `{name}` are in use, possibly one by this row.",
 }
 
 
 def without_error(reason: str) -> str:
-    """The sentence of :func:`explain` without the message of an error, which may quote a payload."""
-    for words in (" is open: ", "Not known: "):
-        if words in reason:  # also of the notification in front
-            return f"{reason.partition(words)[0]}{words.rstrip(': ')}."
+    """Return the text of :func:`explain` without the error message, which may quote a payload."""
+    for separator in (" is open: ", "Unknown: "):
+        if separator in reason:  # which may be about the first notification of the key
+            return f"{reason.partition(separator)[0]}{separator.rstrip(': ')}."
     return reason
 
 
 def explain(record: NotificationRecord, shard: ShardFacts, head: str = "") -> str:
-    """Why a notification has not run, in a sentence. ``head``: the first notification of its key."""
+    """Explain in a sentence why a notification has not run. ``head``: the first notification of its key."""
     if shard.error is not None or shard.schema is not None:
-        return f"Not known: {shard.error or shard.schema}"
+        return f"Unknown: {shard.error or shard.schema}"
     handler = shard.handler_of(record.handler_name)
     is_held = handler is not None and record.partition_number not in handler.unheld.get(record.handler_name, ())
     reason = reason_of(record.state, record.next_retry_at, handler, shard, is_held=is_held)

@@ -1,4 +1,4 @@
-"""Figures by minute: the difference between the statistics at the beginning and at the end of a minute."""
+"""Figures by minute: the difference between the statistics at the start and the end of each minute."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from outboxio.support.log import log_of
 MOST_UNWRITTEN = 5_000  # rows that are kept while the database cannot be reached
 
 _Numbers = tuple[list[int], list[int], list[int]]
-"""The outcomes with the duration in us, the durations, and the lags of a handler."""
+"""The outcomes with the total duration in us, the duration buckets and the lag buckets of a handler."""
 
 
 class MinuteKeeper:
-    """Cuts the statistics of a shard into minutes, by the clock of the database.
+    """Splits the statistics of a shard into minutes of the database clock.
 
-    A row of the present minute may be written before the minute is over: the row of the whole minute replaces it.
+    A row of the current minute may be written before the minute is over. The row of the whole minute replaces it.
     """
 
     def __init__(self, statistics: ShardStatistics) -> None:
@@ -37,23 +37,23 @@ class MinuteKeeper:
         self._unwritten: dict[tuple[datetime, str], HandlerMinute] = {}
 
     def begin(self, now: datetime) -> None:
-        """Count from now on, unless this minute is counted already."""
+        """Start counting, unless this minute is already being counted."""
         if _minute_of(now) != self._minute:
             self._cut(now)
 
     def over(self, now: datetime) -> list[HandlerMinute]:
-        """The rows to write: of the minutes that are over, and of earlier minutes whose writing failed."""
+        """Return the rows of completed minutes, including earlier ones that could not be written."""
         if _minute_of(now) != self._minute:
             self._keep(self._rows())
             self._cut(now)
         return list(self._unwritten.values())
 
     def with_present(self, now: datetime) -> list[HandlerMinute]:
-        """The rows of :meth:`over`, and those of the present minute so far."""
+        """Return the rows of :meth:`over`, and those of the current minute so far."""
         return [*self.over(now), *self._rows()]
 
     def written(self, rows: Iterable[HandlerMinute]) -> None:
-        """The rows are written."""
+        """Mark rows as written."""
         for row in rows:
             self._unwritten.pop((row.minute_date, row.handler_name), None)
 
@@ -68,7 +68,7 @@ class MinuteKeeper:
             del self._unwritten[next(iter(self._unwritten))]
 
     def _rows(self) -> list[HandlerMinute]:
-        """A row for each handler with runs in the minute."""
+        """Return a row for each handler with runs in the minute."""
         rows: list[HandlerMinute] = []
         for name, handler in self._statistics.handlers.items():
             base = self._base.get(name)
@@ -97,8 +97,8 @@ def _difference(now: list[int], then: list[int]) -> list[int]:
     return [a - b for a, b in zip(now, then, strict=True)]
 
 
-def _minute_of(moment: datetime) -> datetime:
-    return moment.replace(second=0, microsecond=0)
+def _minute_of(time: datetime) -> datetime:
+    return time.replace(second=0, microsecond=0)
 
 
 _numbers_of_nothing = _numbers(HandlerStatistics())
@@ -106,26 +106,26 @@ _numbers_of_nothing = _numbers(HandlerStatistics())
 
 # --- the reporter ---------------------------------------------------------------------------------
 #
-# The reporter: writes the figures by minute, and the report by which operators see this process.
+# Writes the figures by minute, and the report that shows this process to operators.
 #
-# The rows are hints for people: no promise depends on the rows, so a round that fails delays no handler. The reporter
-# uses the connection of rare statements.
+# The rows are for information only: no guarantee depends on them, so a failed round delays no handler. The reporter
+# uses the connection for infrequent statements.
 
 
 logger = log_of(__name__)
 
 REPORT_DELAY = 10.0  # seconds between two reports of a process to a server
-REPORT_DELAY_OF_FILES = 60.0  # on SQLite each write keeps all writers waiting
+REPORT_DELAY_OF_FILES = 60.0  # on SQLite, where each write blocks all other writers
 KEEP_MINUTES = timedelta(hours=48)
 KEEP_REPORTS = timedelta(hours=1)  # of a process that has died
 REMOVE_DELAY = timedelta(minutes=1)
-REMOVE_AGAIN = timedelta(hours=1)  # after a failure: the process may lack the right
-PIECE = 1000  # rows of each table that one statement removes
-SPREAD = 0.5  # seconds over which processes spread the write at the end of a minute
+REMOVE_AGAIN = timedelta(hours=1)  # after a failure: the process may lack the privilege
+CHUNK = 1000  # rows of each table per DELETE
+SPREAD = 0.5  # seconds over which the writes of processes at the end of a minute are spread
 
 
 class Reporter:
-    """Reports on a shard, on behalf of one process."""
+    """Writes the figures and the report of this process to a shard."""
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ class Reporter:
         fans_out: Callable[[], bool],
         drains: bool = False,
     ) -> None:
-        """``content``: the report, as an object that encodes to JSON. ``drains``: write the minutes only."""
+        """``content``: returns the report, an object that encodes to JSON. ``drains``: write only the minutes."""
         self.delay = REPORT_DELAY_OF_FILES if database.has_one_writer else REPORT_DELAY
         self._namespace = namespace
         self._instance = instance
@@ -159,7 +159,7 @@ class Reporter:
         self._spread = machine.uniform(0, SPREAD)
 
     async def run_once(self) -> RoundResult:
-        """Write the minute that is over, and a report if a report is due."""
+        """Write the completed minutes, and the report if it is due."""
         async with self._round:
             if self._has_left:
                 return RoundResult(0)
@@ -181,9 +181,10 @@ class Reporter:
         return RoundResult(0, again_in=_until_next_minute(self._clock()) + self._spread)
 
     async def leave(self) -> None:
-        """Write the runs of the present minute, and remove the report: the process is gone for operators.
+        """Write the runs of the current minute and remove the report, so that operators no longer see the process.
 
-        A drain has no report, and removes old rows instead: perhaps no process is ever in ``running()``.
+        A drain has no report. It removes old rows instead, because there may be no process that ever uses
+        ``running()``.
         """
         async with self._round:  # a report that is being written would outlive its process
             self._has_left = True
@@ -212,16 +213,16 @@ class Reporter:
         settled = self._clock.settled()
         try:
             removed = await self._reports.remove_old(
-                self._namespace, settled - KEEP_MINUTES, settled - KEEP_REPORTS, PIECE
+                self._namespace, settled - KEEP_MINUTES, settled - KEEP_REPORTS, CHUNK
             )
         except Exception as error:
             self._removed = now + REMOVE_AGAIN
             logger.warning(
-                "old figures and reports of shard %s stay for now, and are removed in an hour: %s", self._shard, error,
+                "could not remove old figures and reports of shard %s; retrying in an hour: %s", self._shard, error,
                 shard=self._shard,
             )  # fmt: skip
             return
-        self._removed = now if removed >= PIECE else now + REMOVE_DELAY
+        self._removed = now if removed >= CHUNK else now + REMOVE_DELAY
 
 
 def _until_next_minute(now: datetime) -> float:

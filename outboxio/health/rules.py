@@ -1,10 +1,10 @@
-"""The rules: each finds a fault in the facts, the worst first. Status, doctor, dashboard and health apply all of them.
+"""The health rules, most severe first, as applied by status, doctor, the dashboard and the health endpoints.
 
-A rule is a function of the facts of a shard, or of those of this process, without I/O. It yields a problem for each
-fault. To add a rule, write the function at its place in the order of severity.
+A rule is a function without I/O that takes the facts of a shard or of this process, and yields a problem for each
+fault. Insert a new rule according to its severity.
 
-A fault is reported once. A handler that no process holds is behind as well, and only the missing holder is reported:
-that is the fault that an operator has to fix (decision 45).
+Each fault is reported once. A handler that no process holds is behind as well, but only the missing holder is
+reported, as this is what an operator has to fix (decision 45).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from shlex import quote
 from outboxio.health.engine import Problem, Rules
 from outboxio.health.facts import JUST_ANNOUNCED, MOST_FAILING, HandlerFacts, ProcessFacts, ShardFacts
 from outboxio.health.reasons import Reason, awaited_versions, counts_of
-from outboxio.health.values import Phase, brief, counted, listed, past, quantity, spoken, waiting
+from outboxio.health.values import Phase, brief, counted, human_duration, listed, past, quantity, waiting
 from outboxio.jobs.job import LATE
 from outboxio.model.operating.operation import JobRow
 
@@ -25,11 +25,10 @@ CLOCK_OFF = 2.0  # seconds
 FAILED_ROUNDS = 3  # in a row, from which a loop needs attention: a deadlock or two are normal
 BLOCKED_FOR = 60.0  # seconds for which a blocked event loop is reported
 _IN_TURN = (Reason.QUEUED, Reason.RATE, Reason.CONCURRENCY, Reason.BATCH)
-"""The reasons of due rows that run in their turn: all of these have their handler's ``alert_age`` as a deadline."""
-
+"""The reasons of due rows that are only waiting for their turn: the handler's ``alert_age`` is their deadline."""
 
 RULES = Rules()
-"""All rules, the worst fault first. The name of a rule never changes: alerts and the runbook use the name."""
+"""All rules, most severe first. The name of a rule never changes, because alerts and the runbook use it."""
 
 
 # --- shards and processes ------------------------------------------------------------------------
@@ -37,13 +36,13 @@ RULES = Rules()
 
 @RULES.add(level="down", of_process=True)
 def process_ended(process: ProcessFacts) -> Iterator[Problem]:
-    """A part of ``running()`` has ended, or a loop does no rounds: this process has to be restarted."""
+    """A part of ``running()`` has ended or a loop has stopped: the process needs a restart."""
     yield from map(Problem, [*process.ended, *(text for shard in process.shards.values() for text in shard.dead)])
 
 
 @RULES.add("outboxio check", level="down", see=("shards", "Shards"))
 def shard_unreachable(facts: ShardFacts) -> Iterator[Problem]:
-    """The database does not answer."""
+    """The database is unreachable."""
     if facts.here is not None:
         if facts.here.reachable is False and facts.here.schema not in ("missing", "newer"):
             yield Problem(f"shard {facts.name!r} cannot be reached")
@@ -53,35 +52,35 @@ def shard_unreachable(facts: ShardFacts) -> Iterator[Problem]:
 
 @RULES.add("outboxio migrate", level="down", see=("shards", "Shards"))
 def schema_behind(facts: ShardFacts) -> Iterator[Problem]:
-    """Tables, columns or indexes are missing, or of a newer version."""
+    """Tables, columns or indexes are missing, or belong to a newer version."""
     if facts.here is not None:
         tables, version = f"the tables of shard {facts.name!r}", "version of outboxio"
         if facts.here.schema == "missing":
-            yield Problem(f"{tables} do not fit this {version}: run outboxio check")
+            yield Problem(f"{tables} do not match this {version}: run outboxio check")
         if facts.here.schema == "newer":
-            yield Problem(f"{tables} are of a newer {version}: deploy that version")
+            yield Problem(f"{tables} belong to a newer {version}: deploy that version")
     elif facts.schema is not None:
-        yield Problem(f"The tables of shard `{facts.name}` do not fit this version of outboxio: {facts.schema}")
+        yield Problem(f"The tables of shard `{facts.name}` do not match this version of outboxio: {facts.schema}")
 
 
 @RULES.add("outboxio worker module:outbox", level="down", see=("instances", "Instances"))
 def no_instance(facts: ShardFacts) -> Iterator[Problem]:
-    """No process is in ``running()``, although handlers, events or due jobs are there."""
+    """No process is in ``running()``, although there are handlers, events or due jobs."""
     is_running = bool(facts.alive) or (facts.here is not None and facts.here.in_running)
     late = _late_jobs(facts)
     if is_running or not (late or facts.undelivered or any(handler.last_seen for handler in facts.handlers)):
         return
     seen = max((instance.last_seen for instance in facts.instances), default=None)
-    when = "" if seen is None else f", and the last was seen {past(facts.age(seen))}"
+    when = "" if seen is None else f" (last seen {past(facts.age(seen))})"
     what = "events, notifications and jobs" if late else "events and notifications"
-    yield Problem(f"No process works{when}: {what} wait.")
+    yield Problem(f"No process is running{when}: {what} are waiting.")
 
 
 @RULES.add(of_process=True, unless=("shard_unreachable", "schema_behind"))
 def tables_unknown(process: ProcessFacts) -> Iterator[Problem]:
-    """The rules about tables had no facts."""
+    """The tables could not be read, so the rules about them were not applied."""
     if process.tables_unknown is not None:
-        yield Problem(f"faults in the tables are not known, because {process.tables_unknown}")
+        yield Problem(f"could not check the tables: {process.tables_unknown}")
 
 
 @RULES.add("outboxio locks", see=("instances", "Instances and locks"))
@@ -107,12 +106,12 @@ def lock_without_holder(facts: ShardFacts) -> Iterator[Problem]:
 
 @RULES.add("outboxio status", after=HALF_A_MINUTE, see=("shards", "Shards"))
 def fanout_behind(facts: ShardFacts) -> Iterator[Problem]:
-    """An event that a handler wants has waited for fan-out for more than 30 s."""
+    """An event with a subscribed handler has waited for fan-out for more than 30 s."""
     number, oldest = facts.wanted.number, facts.wanted.oldest
     if oldest is not None and not _is_fanout_unheld(facts):
-        age = spoken(facts.age(oldest))
+        age = human_duration(facts.age(oldest))
         yield Problem(
-            f"Fan-out is behind: the oldest event has waited for {age}, {counted(number)} wait.", since=oldest
+            f"Fan-out is behind: the oldest event has been waiting for {age}, {counted(number)} waiting.", since=oldest
         )
 
 
@@ -125,12 +124,12 @@ def handler_behind(facts: ShardFacts) -> Iterator[Problem]:
         if reason is not None and handler.oldest_due is not None:
             why = {
                 Reason.RATE: f", limited to {report.limited_to}",
-                Reason.CONCURRENCY: f", all {report.limit} runs that it may have at the same time are in use",
+                Reason.CONCURRENCY: f", all {report.limit} concurrent runs are in use",
             }.get(reason, "")
-            age = spoken(facts.age(handler.oldest_due))
+            age = human_duration(facts.age(handler.oldest_due))
             text, fix = f"`{handler.name}` is behind: oldest due {age}, {counted(counts[reason])} waiting{why}.", ""
             if handler.lacks_locks:
-                text += " It gets no more partitions: automatic partitions use up their share of the server's locks."
+                text += " No more partitions: automatic partitions have used up their share of the server's locks."
                 fix = "outboxio check"
             after = handler.alert_age + timedelta(seconds=report.max_wait or 0.0)
             yield Problem(text, handler.name, fix=fix, since=handler.oldest_due, after=after)
@@ -143,32 +142,33 @@ def handler_failing(facts: ShardFacts) -> Iterator[Problem]:
         if handler.is_failing(facts.now):
             runs, share = handler.failures(facts.now)
             error = "" if handler.last_error is None else f": {handler.last_error}"
-            text = f"`{handler.name}` fails {share:.0%} of {runs:,} runs of the last 5 minutes{error}."
+            text = f"`{handler.name}` failed {share:.0%} of {runs:,} runs in the last 5 minutes{error}."
             yield Problem(text, handler.name)
 
 
 @RULES.add("outboxio list --state FAILED --handler {handler}", see=("handler", "See the handler"))
 def failing_long(facts: ShardFacts) -> Iterator[Problem]:
-    """A notification has been failing for longer than ``failing_alert_after``, and perhaps its ordering key waits."""
+    """A notification has been failing for longer than ``failing_alert_after``, and may block its ordering key."""
     for handler in facts.handlers:
         if (failing := handler.failing) is not None:
             fail = f"{quantity(failing.number, 'notification', MOST_FAILING)} of `{handler.name}`"
-            keep = "keeps" if failing.number == 1 else "keep"
-            text = f"{fail} {keep} failing, for {spoken(facts.age(failing.since))}: {failing.error}."
+            have = "has" if failing.number == 1 else "have"
+            text = f"{fail} {have} been failing for {human_duration(facts.age(failing.since))}: {failing.error}."
             if failing.keys and handler.blocked:
                 keys = f"key{'' if len(failing.keys) == 1 else 's'} {listed(failing.keys)}"
-                text += f" Later notifications of {keys} wait until it succeeds, or is skipped."
+                text += f" Later notifications of {keys} are blocked until it succeeds or is skipped."
             yield Problem(text, handler.name, since=failing.since)
 
 
 @RULES.add("outboxio instances", see=("handler", "See the handler"))
-def handler_resting(facts: ShardFacts) -> Iterator[Problem]:
+def circuit_open(facts: ShardFacts) -> Iterator[Problem]:
     """The circuit breaker of a handler is open, because a service that the handler needs is unavailable."""
     for instance in facts.alive:
         for name, report in sorted(instance.report.handlers.items()):
-            if report.rest is not None:
-                since = spoken(facts.age(report.rest.since))
-                text = f"`{name}` has rested for {since} in process {instance.instance}: {report.rest.reason}."
+            if report.circuit is not None:
+                since = human_duration(facts.age(report.circuit.since))
+                circuit = f"The circuit breaker of `{name}` has been open for {since} in process {instance.instance}"
+                text = f"{circuit}: {report.circuit.reason}."
                 yield Problem(text, _announced(facts, name))
 
 
@@ -179,25 +179,25 @@ def pool_exhausted(facts: ShardFacts) -> Iterator[Problem]:
         if (full := instance.report.full_pool) is not None:
             text = (
                 f"All {full.size} connections of the pool of process {instance.instance} have been in use for "
-                f"{spoken(facts.age(full.since))}: actions and transactional handlers wait for one."
+                f"{human_duration(facts.age(full.since))}: actions and transactional handlers are waiting for one."
             )
             yield Problem(text, since=full.since)
 
 
 @RULES.add("outboxio instances", see=("jobs", "Jobs"))
 def job_late(facts: ShardFacts) -> Iterator[Problem]:
-    """A job has been due for more than a minute, and no process runs the job."""
-    for job in _late_jobs(facts) if facts.alive else ():  # a fault is reported once: no process works
-        due = spoken(facts.age(job.due_date))
-        text = f"Job `{job.name}` is late: the job has been due for {due}, and no process runs the job."
+    """A job has been due for more than a minute, but no process runs it."""
+    for job in _late_jobs(facts) if facts.alive else ():  # reported by no_instance otherwise
+        due = human_duration(facts.age(job.due_date))
+        text = f"Job `{job.name}` is late: it has been due for {due}, but no process runs it."
         if job.state == "RUNNING":
-            text = f"Job `{job.name}` is late: process {job.instance} ended during the run, and no process took over."
+            text = f"Job `{job.name}` is late: process {job.instance} ended during the run, and no other took over."
         yield Problem(text, job=job.name)
 
 
 @RULES.add("outboxio jobs --run {job}", see=("jobs", "Jobs"))
 def job_failing(facts: ShardFacts) -> Iterator[Problem]:
-    """The last run of a job has failed, and is not retried."""
+    """The last run of a job failed and is not retried."""
     late = _late_jobs(facts)
     for job in facts.jobs:
         if job.has_failed and job.paused_date is None and job not in late and job.finished_date is not None:
@@ -207,7 +207,7 @@ def job_failing(facts: ShardFacts) -> Iterator[Problem]:
             yield Problem(f"Job `{job.name}` ended {job.result} {ended}{after}{error}.", job=job.name)
 
 
-# --- what needs a person -------------------------------------------------------------------------
+# --- what needs an operator -------------------------------------------------------------------------
 
 
 @RULES.add("outboxio dead --handler {handler}", see=("dead", "See the dead letters"))
@@ -216,13 +216,13 @@ def new_dead(facts: ShardFacts) -> Iterator[Problem]:
     for handler in facts.handlers:
         if handler.dead_hour and handler.newest_dead is not None:
             ended, last = quantity(handler.dead_hour, "notification"), past(facts.age(handler.newest_dead))
-            text = f"{ended} of `{handler.name}` ended DEAD or EXPIRED within the last hour, the last {last}."
+            text = f"{ended} of `{handler.name}` ended DEAD or EXPIRED in the last hour, most recently {last}."
             yield Problem(text, handler.name)
 
 
 @RULES.add("outboxio keys", see=("keys", "See the keys"))
 def parked_keys(facts: ShardFacts) -> Iterator[Problem]:
-    """Ordering keys wait for an operator."""
+    """Ordering keys are parked until an operator decides."""
     for handler in facts.handlers:
         if handler.parked:
             number, behind = len(handler.parked), sum(key.blocked for key in handler.parked)
@@ -242,23 +242,20 @@ def stuck_runs(facts: ShardFacts) -> Iterator[Problem]:
 
 @RULES.add("outboxio instances", after=timedelta(seconds=10), see=("jobs", "Jobs"))
 def job_stuck(facts: ShardFacts) -> Iterator[Problem]:
-    """The run of a job goes on after its cancellation.
-
-    A run may last its timeout and 30 s. After 10 further seconds, any process with the job has looked at the row.
-    """
+    """The run of a job ignores its cancellation, 40 s or longer after its timeout."""
     for job in facts.jobs:
         if job.state == "RUNNING" and _is_alive(facts, job.instance) and job.started_date is not None:
             began = past(facts.age(job.started_date))
             text = (
-                f"Job `{job.name}` does not end in process {job.instance}: the run began {began}, and goes on after "
-                "its cancellation."
+                f"Job `{job.name}` is stuck in process {job.instance}: the run started {began} "
+                "and ignores its cancellation."
             )
             yield Problem(text, job=job.name, since=job.due_date)
 
 
 @RULES.add(see=("notifications", "See the notifications"))
 def unroutable(facts: ShardFacts) -> Iterator[Problem]:
-    """Notifications wait under a name that no process has, or for a version of their event that no process has."""
+    """Notifications wait for a handler or an event version that no process has."""
     for handler in facts.handlers:
         counts = counts_of(handler, handler, facts)
         if Reason.VERSION in counts:
@@ -281,9 +278,9 @@ def delayed_long(facts: ShardFacts) -> Iterator[Problem]:
 
 @RULES.add("outboxio list-events", see=("events", "See the events"))
 def event_without_handler(facts: ShardFacts) -> Iterator[Problem]:
-    """Events wait that no handler wants."""
+    """Events are waiting, but no handler subscribes to them."""
     if not facts.handlers or (any(handler.topics for handler in facts.handlers) and _is_fanout_unheld(facts)):
-        return  # without any handler, other tools read the events
+        return  # without handlers, other tools read the events
     wanted = facts.wanted_types
     unwanted = {
         name: events.number
@@ -301,35 +298,35 @@ def paused_long(facts: ShardFacts) -> Iterator[Problem]:
     """A handler or a job has been paused for more than a day."""
     for handler in facts.handlers:
         if handler.paused_since is not None:
-            age = spoken(facts.age(handler.paused_since))
+            age = human_duration(facts.age(handler.paused_since))
             number = counts_of(handler, handler, facts).get(Reason.PAUSED, 0)
             text = f"`{handler.name}` has been paused for {age}, {counted(number)} waiting."
             yield Problem(text, handler.name, since=handler.paused_since)
     for job in facts.jobs:
         if job.paused_date is not None:
-            text = f"Job `{job.name}` has been paused for {spoken(facts.age(job.paused_date))}."
+            text = f"Job `{job.name}` has been paused for {human_duration(facts.age(job.paused_date))}."
             fix = f"outboxio jobs --unpause {quote(job.name)}"
             yield Problem(text, job=job.name, fix=fix, since=job.paused_date)
 
 
 @RULES.add("timedatectl status", see=("instances", "Instances"))
 def clock_off(facts: ShardFacts) -> Iterator[Problem]:
-    """A machine and the database differ about the time."""
+    """The clock of a machine differs from the clock of the database by more than 2 s."""
     offsets = {"this machine": facts.clock_offset}
     offsets |= {instance.instance: instance.report.clock_offset for instance in facts.alive}
     hosts = {name.partition(":")[0]: offset for name, offset in offsets.items() if offset is not None}
     for host, offset in sorted(hosts.items()):
         if abs(offset) > CLOCK_OFF:
             way = "ahead of" if offset > 0 else "behind"
-            yield Problem(f"The clock of {host} is {spoken(abs(offset))} {way} the clock of the database.")
+            yield Problem(f"The clock of {host} is {human_duration(abs(offset))} {way} the clock of the database.")
 
 
 @RULES.add("outboxio operations", see=("operations", "Operations"))
 def operation_failed(facts: ShardFacts) -> Iterator[Problem]:
-    """An operation of an operator has failed within the last hour."""
+    """An operation failed within the last hour."""
     for one in facts.failed_operations:
-        error = brief(one.error or "no reason is known")
-        yield Problem(f"An order has failed: {one.kind} by {one.actor}: {error}")
+        error = brief(one.error or "no error was recorded")
+        yield Problem(f"Operation failed: {one.kind} by {one.actor}: {error}")
 
 
 # --- this process --------------------------------------------------------------------------------
@@ -337,7 +334,7 @@ def operation_failed(facts: ShardFacts) -> Iterator[Problem]:
 
 @RULES.add(of_process=True)
 def loop_failing(process: ProcessFacts) -> Iterator[Problem]:
-    """The rounds of a loop fail."""
+    """The rounds of a loop keep failing."""
     for shard in process.shards.values():
         for name, loop in shard.loops.items() if shard.fit == "fits" else ():
             if loop.failures >= FAILED_ROUNDS:
@@ -346,25 +343,27 @@ def loop_failing(process: ProcessFacts) -> Iterator[Problem]:
 
 @RULES.add(of_process=True)
 def runs_do_not_end(process: ProcessFacts) -> Iterator[Problem]:
-    """Due notifications wait, and no run ends."""
+    """Notifications are due, but no run finishes."""
     for name, shard in process.shards.items():
-        if shard.is_sick:
-            yield Problem(f"shard {name!r}: no run has ended for 30 s, and notifications have been due for over 60 s")
+        if shard.is_stalled:
+            yield Problem(
+                f"shard {name!r}: no run has finished for 30 s, but notifications have been due for over 60 s"
+            )
 
 
-@RULES.add(of_process=True, unless=("handler_resting",))
-def handler_resting_here(process: ProcessFacts) -> Iterator[Problem]:
-    """The circuit breaker of a handler is open in this process, which has not reported yet."""
+@RULES.add(of_process=True, unless=("circuit_open",))
+def circuit_open_here(process: ProcessFacts) -> Iterator[Problem]:
+    """The circuit breaker of a handler is open in this process, but its report does not show it yet."""
     for shard in process.shards.values():
-        for handler, reason in shard.resting.items():
-            yield Problem(f"handler {handler!r} rests, because a service is unavailable: {reason}")
+        for handler, reason in shard.open_circuits.items():
+            yield Problem(f"circuit breaker of handler {handler!r} is open: {reason}")
 
 
 @RULES.add(of_process=True, unless=("stuck_runs",))
 def stuck_runs_here(process: ProcessFacts) -> Iterator[Problem]:
     """Runs of this process ignore their cancellation."""
     if stuck := sum(shard.stuck for shard in process.shards.values()):
-        yield Problem(f"{stuck} notifications have a run that ignores its cancellation")
+        yield Problem(f"{quantity(stuck, 'run')} {_are(stuck)} stuck in this process")
 
 
 @RULES.add(of_process=True)
@@ -372,26 +371,26 @@ def event_loop_blocked(process: ProcessFacts) -> Iterator[Problem]:
     """The event loop was blocked within the last minute."""
     seconds, ago = process.blocked
     if ago <= BLOCKED_FOR:
-        blocked = f"the event loop stood still for {seconds:.1f} s, {ago:.0f} s ago"
-        yield Problem(f"{blocked}: give a call that blocks to await asyncio.to_thread(...)")
+        blocked = f"the event loop was blocked for {seconds:.1f} s, {ago:.0f} s ago"
+        yield Problem(f"{blocked}: move blocking calls to asyncio.to_thread()")
 
 
 NOT_RUNNING: Mapping[Phase, str] = {
-    "stopped": "running() is not entered in this process",
-    "starting": "running() is being entered",
-    "leaving": "this process leaves running(), and starts no further run",
+    "stopped": "this process has not entered running()",
+    "starting": "this process is entering running()",
+    "leaving": "this process is leaving running() and starts no new runs",
 }
 
 
 @RULES.add(level="ok", of_process=True)
 def not_running(process: ProcessFacts) -> Iterator[Problem]:
-    """Why this process is not ready, which is not a fault."""
+    """The process is not ready, which is not a fault."""
     if process.phase in NOT_RUNNING:
         yield Problem(NOT_RUNNING[process.phase])
 
 
 RULE_NAMES = tuple(rule.name for rule in RULES if not rule.of_process)
-"""The rules about tables, by which findings, alerts and pages of the runbook are named."""
+"""The names of the rules about tables, as used in findings, alerts and the runbook."""
 
 
 # --- conditions that several rules share ---------------------------------------------------------
@@ -402,18 +401,18 @@ def _is_older(facts: ShardFacts, time: datetime | None, than: timedelta) -> bool
 
 
 def _is_fanout_unheld(facts: ShardFacts) -> bool:
-    """True if no process holds fan-out, and a wanted event has waited for more than 30 s."""
+    """True if no process holds fan-out, and an event with a handler has waited for more than 30 s."""
     return not facts.fanout.is_held and _is_older(facts, facts.wanted.oldest, HALF_A_MINUTE)
 
 
 def _is_lost(facts: ShardFacts, handler: HandlerFacts) -> bool:
-    """True if a process with the handler runs, and the holder of the handler has been silent for more than 30 s."""
+    """True if a process with the handler runs, but the holder was last seen more than 30 s ago."""
     is_announced = handler.last_seen is not None and not _is_older(facts, handler.last_seen, JUST_ANNOUNCED)
     return not handler.is_held and is_announced and any(lock.is_dead for lock in handler.locks)
 
 
 def _successor(facts: ShardFacts, gone: HandlerFacts) -> str | None:
-    """The only handler of the same events as a handler that no process has: perhaps its new name."""
+    """Return the only handler with the same subscriptions, which ``gone`` may have been renamed to."""
     events = gone.event_types, gone.topics
     same = [one.name for one in facts.handlers if not one.is_gone and (one.event_types, one.topics) == events]
     return same[0] if len(same) == 1 else None
@@ -422,12 +421,12 @@ def _successor(facts: ShardFacts, gone: HandlerFacts) -> str | None:
 def _without_handler(name: str, number: int, successor: str | None = None) -> Problem:
     to = "the handler with its new name" if successor is None else f"`{successor}` if that is its new name"
     waits = f"{quantity(number, 'notification')} of `{name}` {'waits' if number == 1 else 'wait'}"
-    text = f"{waits}, and no process has such a handler: deploy it, or add `aliases={{{name!r}}}` to {to}."
+    text = f"{waits}, but no process has this handler: deploy it, or add `aliases={{{name!r}}}` to {to}."
     return Problem(text, name, fix=f"outboxio skip --handler {quote(name)} --dry-run")
 
 
 def _late_jobs(facts: ShardFacts) -> list[JobRow]:
-    """The jobs that have been due for more than a minute, and that no process runs."""
+    """Return the jobs that have been due for more than a minute but are not running."""
     return [
         job
         for job in facts.jobs
@@ -442,7 +441,7 @@ def _is_alive(facts: ShardFacts, instance: str) -> bool:
 
 
 def _announced(facts: ShardFacts, name: str) -> str | None:
-    """The name of a handler that a process has announced."""
+    """Return the name if a process has announced the handler."""
     return name if any(handler.name == name for handler in facts.handlers) else None
 
 

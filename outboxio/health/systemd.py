@@ -1,4 +1,4 @@
-"""The service manager systemd: ``Type=notify`` and ``WatchdogSec=``, by one datagram each and without a library."""
+"""Support for systemd's ``Type=notify`` and ``WatchdogSec=``, without a library."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from outboxio.support.log import log_of
 
 logger = log_of(__name__)
 
-SHARE_OF_WATCHDOG = 3  # a watchdog is fed three times within its time
+SHARE_OF_WATCHDOG = 3  # signals per watchdog timeout
 
 
 class ServiceManager:
-    """Tells the service manager that started this process how far the process is.
+    """Notifies the service manager that started this process of its state.
 
-    Without a service manager (``NOTIFY_SOCKET`` is not set) each call does nothing. A datagram that cannot be sent is
-    logged, and ends nothing.
+    Without a service manager (``NOTIFY_SOCKET`` is not set), calls have no effect. A failure to send a notification is
+    logged once and otherwise ignored.
     """
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
         self._address = _address_of(environ.get("NOTIFY_SOCKET", ""))
         self.watchdog = _watchdog_of(environ) if self._address is not None else None
-        """The seconds after which the service manager ends a process that is silent; ``None`` without a watchdog."""
-        self._is_told = False
+        """Seconds without a signal before the service manager kills the process; ``None`` without a watchdog."""
+        self._is_reported = False
 
-    def tell(self, *fields: str) -> None:
+    def notify(self, *fields: str) -> None:
         """Send fields such as ``READY=1``."""
         if self._address is None:
             return
@@ -37,13 +37,13 @@ class ServiceManager:
                 sender.setblocking(False)
                 sender.sendto("\n".join(fields).encode(), self._address)
         except OSError as error:
-            if not self._is_told:
-                logger.warning("the service manager does not take %s: %s", ", ".join(fields), error)
-            self._is_told = True
+            if not self._is_reported:
+                logger.warning("could not send %s to the service manager: %s", ", ".join(fields), error)
+            self._is_reported = True
 
     @asynccontextmanager
     async def watched(self, is_live: Callable[[], Awaitable[bool]]) -> AsyncGenerator[None]:
-        """Feed the watchdog while the block lasts, for as long as the process is live."""
+        """Signal the watchdog inside the block, as long as the process is live."""
         if self.watchdog is None:
             yield
             return
@@ -58,14 +58,14 @@ class ServiceManager:
         while True:
             try:
                 if await is_live():
-                    self.tell("WATCHDOG=1")
+                    self.notify("WATCHDOG=1")
             except Exception:
-                logger.exception("the health of this process could not be read, so the watchdog is not fed")
+                logger.exception("could not read the health of this process; skipping the watchdog signal")
             await asyncio.sleep(pause)
 
 
 def _address_of(name: str) -> str | None:
-    """The address of the socket. A name that begins with @ is an abstract socket of Linux."""
+    """Return the address of the socket. A name that begins with @ is an abstract Linux socket."""
     if name.startswith("/"):
         return name
     if name.startswith("@"):
@@ -76,7 +76,7 @@ def _address_of(name: str) -> str | None:
 
 
 def _watchdog_of(environ: Mapping[str, str]) -> float | None:
-    """The seconds of the watchdog, if the watchdog is that of this process."""
+    """Return the watchdog timeout in seconds, if the watchdog is for this process."""
     micros, pid = environ.get("WATCHDOG_USEC", ""), environ.get("WATCHDOG_PID", "")
     if not micros.isdecimal() or int(micros) == 0 or (pid and pid != str(os.getpid())):
         return None

@@ -1,1 +1,1 @@
-"""The inbox: messages from outside become events, or are handled at once."""
+"""The inbox: stores messages from other systems as events, or handles them immediately."""

@@ -1,7 +1,7 @@
-"""The inbox: a message of a broker or a webhook is stored once, acknowledged at once, and handled like all events.
+"""The inbox: stores each message of a broker or webhook once, so that it can be acknowledged and handled as an event.
 
-Messages are deduplicated by (source, external id). The row in ``consumed_events`` is written in the same transaction as
-the event and is kept longer. Its hash of the payload tells a redelivery from a second message under the same id.
+Messages are deduplicated by source and external id. The row in ``consumed_events`` is written in the same transaction
+as the event and kept longer. Its payload hash distinguishes a redelivery from a different message with the same id.
 """
 
 from __future__ import annotations
@@ -16,8 +16,17 @@ from msgspec.structs import replace
 from outboxio.actions.executor import ActionExecutor, WritableShard
 from outboxio.errors import ConfigurationError, InvalidEvent, Unavailable
 from outboxio.handlers.handler import Handler
-from outboxio.inbox.inline import Consumption, InlineRunner, Message, OtherPayload, Received
-from outboxio.inbox.message import Given, MessageParts, Messages, OnInvalid, checked, checked_all, hash_of, parts_of
+from outboxio.inbox.inline import Consumption, InlineRunner, Message, PayloadConflict, Received
+from outboxio.inbox.message import (
+    MessageInput,
+    MessageParts,
+    Messages,
+    OnInvalid,
+    checked,
+    checked_all,
+    hash_of,
+    parts_of,
+)
 from outboxio.model.event import RECEIVED_ACTION, EventRecord
 from outboxio.model.lock_name import LockName
 from outboxio.model.payloads.classes import AnyEvent
@@ -31,11 +40,11 @@ from outboxio.transaction import Transaction
 logger = log_of(__name__)
 
 Wrap = Callable[[WritableShard, Any], Awaitable[Session]]
-"""Makes a session of a connection of the application, on which a transaction must be open."""
+"""Creates a session from the caller's connection, on which a transaction must be open."""
 
 
 class Inbox:
-    """Receives events from outside."""
+    """Receives messages from brokers, webhooks and other systems."""
 
     def __init__(
         self, namespace: str, executor: ActionExecutor, wrap: Wrap, inline: Callable[[str], InlineRunner]
@@ -45,7 +54,7 @@ class Inbox:
         self._inline = inline
         self._consumer = LockName(namespace, "inbox").lease
         self.conflicts = 0
-        """How many messages came under the id of an earlier message with another payload."""
+        """The number of messages with the id of an earlier message but a different payload."""
 
     async def receive(
         self,
@@ -69,12 +78,11 @@ class Inbox:
     ) -> Received:
         """Store the message of ``source`` with the id ``external_id`` once, so that it can be acknowledged.
 
-        Give either ``event``, or ``type`` and ``payload``: a mapping, a struct, or JSON text or bytes, of the
-        ``version`` of the event that the sender has used. Handlers of the
-        event type and of ``topic`` run afterwards, as for any event. ``model``, ``model_id``, ``model_type`` and
-        ``ordering_key`` are as in ``tx.emit``. The same id with another payload is a CONFLICT: the first message is
-        kept, and :attr:`conflicts` counts the second. With ``connection`` (any that
-        ``outbox.record`` takes) the message is stored in the transaction that is open there, otherwise in a new one.
+        Pass either ``event``, or ``type`` and ``payload`` (a mapping, a struct, or JSON text or bytes), with the event
+        ``version`` that the sender used. Handlers of the event type and of ``topic`` run afterwards, as for any event.
+        ``model``, ``model_id``, ``model_type`` and ``ordering_key`` are as in ``tx.emit``. The same id with a different
+        payload is a CONFLICT: the first message is kept, and :attr:`conflicts` is incremented. With ``connection`` (of
+        any kind that ``outbox.record`` accepts) the message is stored in its open transaction, otherwise in a new one.
 
         Raises :class:`InvalidEvent` before writing if the message cannot be stored, and :class:`NoTransaction` if no
         transaction is open on the connection.
@@ -86,22 +94,22 @@ class Inbox:
             )
             await message.ack()
         """
-        given = Given(
+        parts = MessageInput(
             source=source, external_id=external_id, event=event, type=type, payload=payload, version=version,
             model=model, model_id=model_id, model_type=model_type, topic=topic, ordering_key=ordering_key,
             headers=headers, correlation_id=correlation_id, available_at=available_at,
         )  # fmt: skip
         target = self._executor.shard(shard)
-        record = given.checked(target.emitter)
+        record = parts.checked(target.emitter)
         row = ConsumeResult(source, external_id, self._consumer, record.id, hash_of(record), target.clock())
         options: dict[str, Any] = {"headers": headers, "correlation_id": correlation_id, "source": source}
         try:
             if connection is None:
-                seen = await self._store(row, record, given.params, shard=shard, **options)
+                seen = await self._store(row, record, parts.params, shard=shard, **options)
                 return Received.RECEIVED if seen is None else self._seen_before(seen, row)
             session = await self._wrap(target, connection)
             await _require_new(session, row)
-            await self._executor.record(target, session, RECEIVED_ACTION, given.params, [record], **options)
+            await self._executor.record(target, session, RECEIVED_ACTION, parts.params, [record], **options)
         except _Seen as seen:
             return self._seen_before(seen, row)
         return Received.RECEIVED
@@ -142,16 +150,15 @@ class Inbox:
         connection: Any = None,
         shard: str | None = None,
     ) -> list[Received | InvalidEvent]:
-        """Store many messages in a single transaction; the result of each message, in the order of ``messages``.
+        """Store many messages in a single transaction. Return the result of each, in the order of ``messages``.
 
-        A message is a mapping with the parts of :meth:`receive`, or an object with attributes of these names. The
-        events are written in the order of ``messages``, each as by :meth:`receive`: with its own headers, correlation
-        id and ordering key. Of two messages with the same id, the second is a DUPLICATE, or a CONFLICT. At most 10,000
-        messages.
+        A message is a mapping with the parameters of :meth:`receive`, or an object with attributes of these names. The
+        events are written in the order of ``messages``, each with its own headers, correlation id and ordering key. Of
+        two messages with the same id, the second is a DUPLICATE or a CONFLICT. At most 10,000 messages.
 
-        With ``on_invalid="raise"`` a message that cannot be stored raises :class:`InvalidEvent`, which names the index
-        of the message, and no row is written. With ``on_invalid="return"`` the :class:`InvalidEvent` is the result of
-        that message, and all other messages are stored. ``connection`` is as for :meth:`receive`.
+        With ``on_invalid="raise"`` a message that cannot be stored raises :class:`InvalidEvent` with the index of the
+        message, and no row is written. With ``on_invalid="return"`` the :class:`InvalidEvent` is the result of that
+        message, and all other messages are stored. ``connection`` is as for :meth:`receive`.
 
         Example::
 
@@ -168,7 +175,7 @@ class Inbox:
         """
         target = self._executor.shard(shard)
         many = checked_all(self._executor, target, messages, on_invalid, self._consumer)
-        if not many.given:
+        if not many.valid:
             return many.results(self._count_conflict)
         if connection is None:
             await self._store_many(many, shard)
@@ -209,29 +216,29 @@ class Inbox:
         shard: str | None = None,
         **parts: Unpack[MessageParts],
     ) -> Consumption:
-        """Run the handlers of a message now, in the order of their priority.
+        """Run the handlers of a message immediately, in the order of their priority.
 
-        The message has the parts of :meth:`receive`, as keywords, or in a mapping or an object. Each handler runs,
-        even if a handler before has failed, unless the handler has handled this id before. With ``on_error="raise"``
-        the failures are raised together at the end, as an ``ExceptionGroup``, so that the broker delivers the message
-        again and the failed handlers run again. With ``on_error="store"`` each failure becomes a notification, which
-        is retried as usual, so that the message can be acknowledged. A handler that raises :class:`Unavailable` gets
-        the message later, and has used up no attempt.
+        Pass the parameters of :meth:`receive` as keywords, or in a mapping or an object. Every handler runs, even if a
+        previous one has failed, except those that have already handled this id. With ``on_error="raise"`` the failures
+        are raised together at the end, as an ``ExceptionGroup``, so that the broker redelivers the message and the
+        failed handlers run again. With ``on_error="store"`` each failure becomes a notification, which is retried as
+        usual, so that the message can be acknowledged. A handler that raises :class:`Unavailable` gets the message
+        later, and this does not count as an attempt.
 
-        The same id with a different payload is a CONFLICT, and no handler runs. If two payloads of an id come at the
+        The same id with a different payload is a CONFLICT, and no handler runs. If two payloads of an id arrive at the
         same time, the second one stops with CONFLICT at the first handler that has handled the other payload. Until
-        then a handler that is not transactional may run with both payloads.
+        then a non-transactional handler may run with both payloads.
 
-        The message is stored, and handled in its turn, for
+        The message is stored, and handled later like any event, for
 
         * ordered handlers, batch handlers, and handlers that run at most once,
         * paused handlers,
         * all handlers, before ``available_at``,
-        * handlers with a class of an older version than the message's ``version``.
+        * handlers whose event class has an older version than the message's ``version``.
 
-        Raises :class:`ConfigurationError` if no handler here wants the event (:meth:`receive` keeps the event for a
-        later handler), :class:`InvalidEvent` if the message cannot be stored, and :class:`NestedExecute` inside a
-        transaction of this outbox.
+        Raises :class:`ConfigurationError` if no handler in this process subscribes to the event (:meth:`receive` keeps
+        it for a later handler), :class:`InvalidEvent` if the message cannot be stored, and :class:`NestedExecute`
+        inside a transaction of this outbox.
 
         Example::
 
@@ -244,22 +251,22 @@ class Inbox:
         if on_error not in ("raise", "store"):
             raise ConfigurationError(f"on_error is {briefly(on_error)}; expected 'raise' or 'store'")
         self._executor.refuse_nesting(RECEIVED_ACTION)
-        given: dict[str, Any] = {**parts_of(message), **parts}
+        fields: dict[str, Any] = {**parts_of(message), **parts}
         target = self._executor.shard(shard)
-        inbound = checked(self._executor, target, Given(**given))
+        inbound = checked(self._executor, target, MessageInput(**fields))
         inline = self._inline(target.database.name)
         handlers = inline.interested(inbound.event)
         if not handlers:
             raise ConfigurationError(
-                f"no handler here wants events of type {inbound.event.event_type!r}; register one, or call "
-                "inbox.receive(), which keeps the event for a later handler"
+                f"no handler in this process subscribes to events of type {inbound.event.event_type!r}; register one, "
+                "or call inbox.receive(), which keeps the event for a later handler"
             )
         seen = await inline.seen(inbound, handlers)
         if any(row.payload_hash != inbound.payload_hash for row in seen.values()):
             return self._conflict(inbound)
         try:
             return await self._consume(inline, inbound, handlers, seen, stores=on_error == "store")
-        except OtherPayload:
+        except PayloadConflict:
             return self._conflict(inbound)
 
     async def _consume(
@@ -282,7 +289,7 @@ class Inbox:
                 waiting.append(handler)
             elif (error := await inline.run(message, handler)) is None:
                 succeeded.append(handler.name)
-            elif issubclass(type(error), OtherPayload):  # isinstance() would read the error's __class__
+            elif issubclass(type(error), PayloadConflict):  # isinstance() would read the error's __class__
                 raise error
             elif issubclass(type(error), TakenByAnother):
                 done.append(handler.name)
@@ -301,9 +308,9 @@ class Inbox:
             failed=failed,
         )
         if failed and not stores:
-            inline.left_to_sender(failed)
-            told = f"{len(failed)} of {len(handlers)} handlers failed for {message.external_id!r} of {message.source!r}"
-            raise BaseExceptionGroup(told, list(failed.values()))
+            inline.count_failures(failed)
+            text = f"{len(failed)} of {len(handlers)} handlers failed for {message.external_id!r} of {message.source!r}"
+            raise BaseExceptionGroup(text, list(failed.values()))
         return result
 
     def _conflict(self, message: Message) -> Consumption:
@@ -313,7 +320,7 @@ class Inbox:
     def _count_conflict(self, source: str, external_id: str) -> None:
         self.conflicts += 1
         logger.error(
-            "%r delivered something else as %r than before; the first is kept", source, external_id,
+            "%r redelivered message %r with a different payload; keeping the first one", source, external_id,
             source=source, external_id=external_id,
         )  # fmt: skip
 
@@ -333,11 +340,11 @@ class _Seen(Exception):
 
 
 class _NothingNew(Exception):
-    """All messages of a call were received before: the transaction is rolled back."""
+    """All messages of a call were received before, so the transaction is rolled back."""
 
 
 async def _require_new(writer: Transaction | Session, row: ConsumeResult) -> None:
-    """Write the inbox message's row; :class:`_Seen` if the row is there already."""
+    """Write the inbox message's row. Raises :class:`_Seen` if it exists."""
     found = await writer.consume(row)
     if found.event_id != row.event_id:
         raise _Seen(found.payload_hash)

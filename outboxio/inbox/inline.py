@@ -1,8 +1,8 @@
-"""Consuming: the handlers of an inbox message run at once. The failure of a handler does not stop the next handler.
+"""Runs the handlers of an inbox message immediately. If a handler fails, the following handlers still run.
 
-A row of ``consumed_events`` says that a handler has handled a message. The row is written in the transaction of a
-transactional handler; for the rest, right after the handler's success. The message becomes an event with notifications
-only for handlers that have failed and for handlers that may not run here.
+A row of ``consumed_events`` records that a handler has handled a message. It is written in the transaction of a
+transactional handler, and otherwise right after the handler has succeeded. The message becomes an event with
+notifications only for handlers that have failed, and for those that cannot run inline.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from msgspec import Struct
 from outboxio.errors import CommitUnknown, Unavailable
 from outboxio.handlers.handler import Handler
 from outboxio.handlers.options import Delivery
-from outboxio.model.emitter import tell_written
+from outboxio.model.emitter import notify_watchers
 from outboxio.model.envelope import begin_inside
 from outboxio.model.event import ActionRecord, EventRecord
 from outboxio.model.lock_name import LockName
 from outboxio.model.notification import Context, Notification, State
 from outboxio.model.outcome import NO_LEASE, Emitted, Outcome
+from outboxio.runs.deferral import is_newer
+from outboxio.runs.failure_classifier import FailureClassifier
 from outboxio.runs.handler_queue import HandlerQueue, HandlerSpec
 from outboxio.runs.invoker import HandlerInvoker, handler_invoker
-from outboxio.runs.judge import Judge
-from outboxio.runs.opening import Claim, Envelope, EnvelopeOpener, TakenByAnother, WorkResult
+from outboxio.runs.opening import Claimer, Envelope, EnvelopeOpener, TakenByAnother, WorkResult
 from outboxio.runs.ports import HandlingSetup
-from outboxio.runs.resting import is_newer
 from outboxio.runs.run import Run
 from outboxio.runs.transaction_shares import Shares
 from outboxio.statistics.figures import Counters
 from outboxio.storage.protocols import CommitLost, ConsumeResult, NewNotification, Session
-from outboxio.support.aio import to_the_end
+from outboxio.support.aio import run_to_completion
 from outboxio.support.clock import as_micros
 from outboxio.support.ids import uuid7
 from outboxio.support.log import type_name
@@ -47,14 +47,14 @@ PAUSES_ARE_OLD = 1.0  # seconds
 
 
 class Received(StrEnum):
-    """The result of receiving a message. The message can be acknowledged in each case."""
+    """The result of receiving a message, which can be acknowledged in each case."""
 
     RECEIVED = "RECEIVED"
     """The message is new and stored; the handlers will run."""
     DUPLICATE = "DUPLICATE"
     """The message was received before."""
     CONFLICT = "CONFLICT"
-    """The id was received before with a different payload, which is kept: the producer has used the id twice."""
+    """The id was received before with a different payload, which is kept: the producer reused the id."""
 
 
 class Consumption(Struct, frozen=True, kw_only=True):
@@ -62,29 +62,29 @@ class Consumption(Struct, frozen=True, kw_only=True):
 
     ``status`` is
 
-    * RECEIVED if a handler had not handled the message before;
-    * DUPLICATE if all handlers had handled the message before;
+    * RECEIVED if the message was new to at least one handler;
+    * DUPLICATE if all handlers had already handled the message;
     * CONFLICT if the id was consumed with a different payload, before or at the same time. That payload is kept, and
       no further handler runs with this one.
     """
 
     status: Received
     succeeded: tuple[str, ...] = ()
-    """Handlers that have handled the message now."""
+    """Handlers that handled the message in this call."""
     seen: tuple[str, ...] = ()
-    """Handlers that had handled the message before."""
+    """Handlers that had already handled the message."""
     stored: tuple[str, ...] = ()
     """Handlers that will handle the message later, as an event."""
     failed: Mapping[str, BaseException] = {}
-    """Handlers that have failed, with the error of each."""
+    """Handlers that failed, each with its error."""
 
 
-class OtherPayload(TakenByAnother):
+class PayloadConflict(TakenByAnother):
     """The handler has handled a message with this id and a different payload, perhaps while it ran here."""
 
 
 class Message(Struct, frozen=True):
-    """An inbox message, as an event and the action that received the event."""
+    """An inbox message as an event, with the action that received it."""
 
     source: str
     external_id: str
@@ -93,7 +93,7 @@ class Message(Struct, frozen=True):
     event: EventRecord
 
     def row(self, consumer: str, now: datetime) -> ConsumeResult:
-        """The row of ``consumed_events`` for a consumer."""
+        """Return the row of ``consumed_events`` for a consumer."""
         return ConsumeResult(self.source, self.external_id, consumer, self.event.id, self.payload_hash, now)
 
 
@@ -111,48 +111,55 @@ class InlineRunner:
         self._settings = setup.settings
         self._committed = committed
         self._became_due = became_due
-        self._judge = Judge(setup.clock, context.redact, context.outbox, context.telemetry, context.log_fields)
+        self._classifier = FailureClassifier(
+            setup.clock, context.redact, context.outbox, context.telemetry, context.log_fields
+        )
         self._opener = EnvelopeOpener(setup.handlers, context)
         self._queues: dict[str, HandlerQueue] = {}
         self._slots: dict[str, asyncio.Semaphore] = {}
         self._stuck: dict[tuple[str, str, str], asyncio.Task[Any]] = {}
         """Stuck runs, which ignore the cancellation of the consumer, by source, external id and handler name."""
         self._pauses: set[str] = set()
-        self._asked_at = float("-inf")
+        self._pauses_read_at = float("-inf")
         transactional = [handler.name for handler in setup.handlers if _works_in_transaction(handler)]
         self._transactions = Shares(setup.database.handler_transactions, handlers=len(transactional))
         self._claims = {name: self._transactions.of_handler() for name in transactional}
 
     def interested(self, event: EventRecord) -> list[Handler]:
-        """The handlers for an event of now, by priority, without relays: a relay would send the event out again."""
-        found = [h for h in self._handlers if self._wants(h, event) and not h.options.relay and not self._is_early(h)]
+        """Return the handlers of a new event by priority, except relays, which would publish the event again."""
+        found = [
+            h for h in self._handlers if self._subscribes(h, event) and not h.options.relay and not self._is_early(h)
+        ]
         return sorted(found, key=lambda handler: handler.options.priority)
 
-    def _wants(self, handler: Handler, event: EventRecord) -> bool:
-        wanted = self._handlers.wanted_by(handler)
-        return any(s.event_type == event.event_type or (s.topic and s.topic == event.topic) for s in wanted)
+    def _subscribes(self, handler: Handler, event: EventRecord) -> bool:
+        subscriptions = self._handlers.subscriptions_of(handler)
+        return any(s.event_type == event.event_type or (s.topic and s.topic == event.topic) for s in subscriptions)
 
     def _is_early(self, handler: Handler) -> bool:
-        """True if the handler wants only events of a later time."""
+        """Return True if the start date of the handler is in the future."""
         since = handler.options.since
         return isinstance(since, datetime) and self._clock() < since
 
     async def seen(self, message: Message, handlers: Sequence[Handler]) -> dict[str, ConsumeResult]:
-        """The rows of handlers that have handled the message before, by the present name of the handler."""
+        """Return the rows of handlers that have already handled the message, by current handler name."""
         consumers = {self._consumer(name): handler.name for handler in handlers for name in handler.names}
         async with self._database.session() as session:
             found = await session.consumed(message.source, message.external_id, sorted(consumers))
         return {consumers[consumed.handler_name]: consumed for consumed in found}
 
     async def run(self, message: Message, handler: Handler) -> BaseException | None:
-        """Run a handler; the error of the run, or ``None``. :class:`TakenByAnother` if the message is handled."""
+        """Run a handler and return its error, if any; :class:`TakenByAnother` if the message was already handled."""
         queue = self._queue(handler)
         run = Run(self._notification(message, handler), queue, NO_LEASE)
         claim = _MessageClaim(self, message)
         key = (message.source, message.external_id, handler.name)
         if (stuck := self._stuck.get(key)) is not None:
             await asyncio.wait({stuck})
-        async with self._slots.setdefault(handler.name, asyncio.Semaphore(queue.spec.limit)), self._place_of(handler):
+        async with (
+            self._slots.setdefault(handler.name, asyncio.Semaphore(queue.spec.limit)),
+            self._transaction_share(handler),
+        ):
             outcome = await self._watched(self._invoker(claim), run, key)
         seconds = asyncio.get_running_loop().time() - run.started
         if claim.error is not None:
@@ -168,7 +175,7 @@ class InlineRunner:
         return None
 
     async def runs_now(self, message: Message, handler: Handler) -> bool:
-        """True if the handler runs for the message at once; otherwise the handler gets a notification."""
+        """Return True if the handler runs for the message now, and False if it needs a notification."""
         if message.event.available_at is not None and message.event.available_at > self._clock():
             return False
         own = message.event.headers
@@ -178,16 +185,16 @@ class InlineRunner:
         return runs_inline(handler) and not handler.names & await self._paused()
 
     async def _paused(self) -> set[str]:
-        """The handlers that an operator has paused, as read within the last second."""
+        """Return the handlers that an operator has paused, as read within the last second."""
         now = asyncio.get_running_loop().time()
-        if now - self._asked_at > PAUSES_ARE_OLD:
+        if now - self._pauses_read_at > PAUSES_ARE_OLD:
             pauses = await self._database.subscriptions.pauses(self._namespace)
             self._pauses = {pause.handler_name for pause in pauses if pause.ended_date is None}
-            self._asked_at = now
+            self._pauses_read_at = now
         return self._pauses
 
     async def store(self, message: Message, waiting: Iterable[Handler], failed: Mapping[str, BaseException]) -> None:
-        """Make an event of the message, with notifications for ``waiting`` and ``failed`` handlers, for dispatch."""
+        """Store the message as an event with notifications for the ``waiting`` and ``failed`` handlers."""
         await self._clock.measure(self._database.now)  # the notifications are due by the database's clock
         now, action, event = self._clock(), message.action, message.event
         owed = [self._owed(message, handler, None) for handler in waiting]
@@ -207,18 +214,18 @@ class InlineRunner:
             await self._transact(message, write)
         self._became_due()
 
-    def left_to_sender(self, failed: Iterable[str]) -> None:
-        """These handlers have failed, and run again when the sender delivers the message again."""
+    def count_failures(self, failed: Iterable[str]) -> None:
+        """Count the failures of handlers that run again when the sender redelivers the message."""
         for name in failed:
             self._setup.statistics.of(name).failed += 1
 
     # --- a run ---------------------------------------------------------------------------------
 
     async def _watched(self, invoker: HandlerInvoker, run: Run, key: tuple[str, str, str]) -> Outcome | None:
-        """Call the handler in a new task, which is cancelled at the handler's timeout, or with the consumer.
+        """Call the handler in a new task, which is cancelled after the handler's timeout or together with the consumer.
 
-        A consumer that is cancelled waits at most the handler's grace period. If the run goes on then, the next run of
-        the handler for the same message waits until the stuck run has ended.
+        A cancelled consumer waits for at most the handler's grace period. If the run continues after that, the next run
+        of the handler for the same message waits until the stuck run has ended.
         """
         loop = asyncio.get_running_loop()
         run.queue.running[run] = None
@@ -238,7 +245,7 @@ class InlineRunner:
         except asyncio.CancelledError:
             run.interrupt()
             task.cancel()
-            await to_the_end(asyncio.wait({task}, timeout=run.queue.spec.grace))
+            await run_to_completion(asyncio.wait({task}, timeout=run.queue.spec.grace))
             if not task.done():
                 self._stuck[key] = task
                 task.add_done_callback(lambda _: self._stuck.pop(key, None))
@@ -248,7 +255,7 @@ class InlineRunner:
             run.queue.running.pop(run, None)
 
     async def _write_done(self, message: Message, handler: Handler, outcome: Outcome) -> None:
-        """Write that a handler has handled the message, together with the emitted events."""
+        """Record that a handler has handled the message, together with the emitted events."""
 
         async def write(session: Session) -> Emitted | None:
             is_new = await self._write_row(session, message, handler.name, self._clock())
@@ -260,16 +267,16 @@ class InlineRunner:
         await self._transact(message, write)
 
     async def _transact(self, message: Message, write: Callable[[Session], Awaitable[Emitted | None]]) -> None:
-        """Make a transaction of ``write``, which returns the events that it has written."""
+        """Run ``write`` in a transaction. It returns the events that it has written."""
         async with self._database.session() as session:
             await session.begin()
             try:
                 written = await write(session)
             except BaseException:
-                await to_the_end(roll_back(session))
+                await run_to_completion(roll_back(session))
                 raise
             try:
-                await to_the_end(self._commit(session, written))
+                await run_to_completion(self._commit(session, written))
             except CommitLost as error:
                 raise CommitUnknown(message.action.action_name, message.action.action_id) from error
 
@@ -277,17 +284,17 @@ class InlineRunner:
         await session.commit()
         if written is not None:
             self._setup.context.emitter.count(written[1])
-            tell_written(*written)
+            notify_watchers(*written)
 
     async def claim(self, session: Session, message: Message, handler_name: str) -> bool:
-        """Write the handler's row in the handler's transaction; True if the row is new."""
+        """Write the handler's row in its transaction. Return True if the row is new."""
         return await self._write_row(session, message, handler_name, self._clock())
 
     async def _write_row(self, session: Session, message: Message, handler_name: str, now: datetime) -> bool:
-        """Write the handler's row; True if the row is new. Raises :class:`OtherPayload`."""
+        """Write the handler's row. Return True if the row is new. Raises :class:`PayloadConflict`."""
         found = await session.consume(message.row(self._consumer(handler_name), now))
         if found.payload_hash != message.payload_hash:
-            raise OtherPayload
+            raise PayloadConflict
         return found.event_id == message.event.id
 
     def _consumer(self, handler_name: str) -> str:
@@ -327,14 +334,14 @@ class InlineRunner:
             ordering_key=event.ordering_key,
             created_date=now,
         )
-        moment = as_micros(now)
+        now_us = as_micros(now)
         return Notification(
-            uuid7(), handler.name, event.event_type or "", event.payload, State.PENDING, 0, moment, moment, 0, 0,
+            uuid7(), handler.name, event.event_type or "", event.payload, State.PENDING, 0, now_us, now_us, 0, 0,
             context,
         )  # fmt: skip
 
     def _owed(self, message: Message, handler: Handler, error: BaseException | None) -> NewNotification:
-        """The notification of a handler that has failed with ``error``, or of a handler that was not run."""
+        """Return the notification for a handler that failed with ``error``, or has not run if it is ``None``."""
         notification, options = self._notification(message, handler), handler.options
         key = message.event.ordering_key or message.event.model_id
         owed = NewNotification(
@@ -351,9 +358,9 @@ class InlineRunner:
             return owed
         queue = self._queue(handler)
         run = Run(notification, queue, NO_LEASE)
-        with suppress(Exception):  # if the event cannot be decoded, the run says so afterwards
+        with suppress(Exception):  # an event that cannot be decoded makes the later run fail
             self._opener.open(run)
-        outcome = self._judge(run, error)
+        outcome = self._classifier(run, error)
         queue.statistics.count(outcome)
         return msgspec.structs.replace(
             owed,
@@ -363,24 +370,23 @@ class InlineRunner:
             errors=f"[{outcome.error}]",
         )
 
-    def _invoker(self, claim: Claim) -> HandlerInvoker:
+    def _invoker(self, claim: Claimer) -> HandlerInvoker:
         return handler_invoker(self._setup)(self._setup, Counters(), emitted=lambda: None, claim=claim)
 
-    def _place_of(self, handler: Handler) -> AbstractAsyncContextManager[None]:
-        """A share of the transactions for a handler that needs a transaction. The wait is not the handler's time."""
+    def _transaction_share(self, handler: Handler) -> AbstractAsyncContextManager[None]:
+        """Hold one of the transactions for a transactional handler. Waiting for it does not count as run time."""
         if not _works_in_transaction(handler):
             return nullcontext()
         claim = self._claims.get(handler.name)
-        if claim is None:  # registered since
+        if claim is None:  # registered later
             claim = self._claims[handler.name] = self._transactions.of_handler()
-        return self._transactions.place(claim)
+        return self._transactions.hold(claim)
 
 
 def runs_inline(handler: Handler) -> bool:
-    """True if the handler can be run outside of dispatch.
+    """Return True if the handler can be run outside of dispatch.
 
-    Only dispatch keeps an order and fills batches, and only dispatch notices that a run that may not begin a second
-    time was cut short.
+    Only dispatch preserves order and fills batches, and only dispatch detects interrupted at-most-once runs.
     """
     options = handler.options
     return not (options.ordered or options.batch or options.delivery is Delivery.AT_MOST_ONCE)
@@ -391,7 +397,7 @@ def _works_in_transaction(handler: Handler) -> bool:
 
 
 class _MessageClaim:
-    """Claims a message for a handler by a row in ``consumed_events``, and keeps the error of the run."""
+    """Claims a message for a handler with a row in ``consumed_events``, and stores the error of the run."""
 
     def __init__(self, runner: InlineRunner, message: Message) -> None:
         self._runner = runner
@@ -410,7 +416,7 @@ class _MessageClaim:
 
     def failed(self, run: Run, error: BaseException, cause: BaseException | None) -> Outcome | None:
         if cause is None and not issubclass(type(error), TakenByAnother | Unavailable) and error.__cause__ is not None:
-            cause = error.__cause__  # the error of ours that stands for CommitUnknown
+            cause = error.__cause__  # outboxio's error that represents CommitUnknown
         self.error = error if cause is None else cause
         return None
 

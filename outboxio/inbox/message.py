@@ -1,4 +1,4 @@
-"""Messages: the parts of an inbox message as the application gives them, checked before any row is written."""
+"""Inbox messages as passed by the caller, which are validated before any row is written."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from outboxio.model.emitter import Emitter, column_text
 from outboxio.model.event import RECEIVED_ACTION, EventRecord, checked_name
 from outboxio.model.payloads.classes import AnyEvent, checked_version, header_of, named_by
 from outboxio.storage.protocols import ConsumeResult
-from outboxio.support.codec import decode_given, encode_object
+from outboxio.support.codec import decode_document, encode_object
 from outboxio.support.ids import uuid7
 from outboxio.support.text import briefly
 from outboxio.transaction import Transaction, write_received
@@ -43,8 +43,8 @@ class MessageParts(TypedDict, total=False):
     available_at: datetime | None
 
 
-class Given(Struct, frozen=True, kw_only=True):
-    """The parts of a message as the application gives them."""
+class MessageInput(Struct, frozen=True, kw_only=True):
+    """The parts of a message as passed by the caller."""
 
     source: str = ""
     external_id: str = ""
@@ -67,10 +67,10 @@ class Given(Struct, frozen=True, kw_only=True):
         return {"source": self.source, "external_id": self.external_id}
 
     def checked(self, emitter: Emitter) -> EventRecord:
-        """The record of the event; :class:`InvalidEvent` if a part cannot be stored."""
+        """Return the record of the event. Raises :class:`InvalidEvent` if a part cannot be stored."""
         checked_name(self.source, "source")
         external_id = checked_name(self.external_id, f"external_id of {self.source!r}")
-        subject = f"what {self.source!r} delivered as {external_id!r}"
+        subject = f"message {external_id!r} from {self.source!r}"
         record = self._record(emitter, subject)
         routing = emitter.routing(
             subject, ordering_key=self.ordering_key, topic=self.topic, available_at=self.available_at
@@ -82,11 +82,13 @@ class Given(Struct, frozen=True, kw_only=True):
         if self.model is not None:
             id, kind = named_by(self.model, id, kind)
         if (event is None) == (self.type is None) or (event is not None and payload is not None):
-            raise InvalidEvent(subject, "give either event=, or type= and payload=")
+            raise InvalidEvent(subject, "pass either event=, or type= and payload=")
         version = checked_version(self.version, f"version of {subject}")
         if event is not None:
             if version != 1:
-                raise InvalidEvent(subject, "give version= with type= and payload=; the class of event= has a version")
+                raise InvalidEvent(
+                    subject, "pass version= with type= and payload=; the class of event= already has a version"
+                )
             return emitter.record(event, model_id=id, model_type=kind)
         return EventRecord(
             id=emitter.new_id(),
@@ -104,71 +106,69 @@ class Given(Struct, frozen=True, kw_only=True):
 
 
 def parts_of(message: object) -> dict[str, Any]:
-    """The parts of a message that is given as a mapping or an object."""
+    """Return the parts of a message that is a mapping or an object."""
     if message is None:
         return {}
     if isinstance(message, Mapping):
-        given = dict(cast(Mapping[str, Any], message))
-        for key in given.keys() - MessageParts.__annotations__.keys():
+        mapping = dict(cast(Mapping[str, Any], message))
+        for key in mapping.keys() - MessageParts.__annotations__.keys():
             parts = ", ".join(MessageParts.__annotations__)
-            raise InvalidEvent("the message", f"it has {briefly(key)}, which is no part of one; there is {parts}")
-        return given
+            raise InvalidEvent("the message", f"unknown part {briefly(key)}; expected {parts}")
+        return mapping
     return {part: getattr(message, part) for part in MessageParts.__annotations__ if hasattr(message, part)}
 
 
 def hash_of(event: EventRecord) -> str:
-    """The hash of type and content. The order of keys and white space do not count."""
+    """Return the hash of type and content, which does not depend on key order or white space."""
     content = msgspec.json.decode(event.payload or "null")
     return sha256(msgspec.json.encode([event.event_type, content], order="deterministic")).hexdigest()
 
 
 def _decoded(payload: object, subject: str) -> object:
-    """The payload, decoded if it is JSON text or bytes: so a value that cannot be stored is found."""
+    """Decode a payload that is JSON text or bytes, in order to find values that cannot be stored."""
     if not isinstance(payload, str | bytes | bytearray):
         return payload
-    return decode_given(payload, f"payload of {subject}")
+    return decode_document(payload, f"payload of {subject}")
 
 
-# --- many messages --------------------------------------------------------------------------------
-#
-# Many messages: all are checked first, then stored with one INSERT of inbox rows and one INSERT of events.
+# --- many messages, stored with one INSERT of inbox rows and one INSERT of events -----------------
 
 
-MOST_MESSAGES = 10_000
+MAX_MESSAGES = 10_000
 
 OnInvalid = Literal["raise", "return"]
 
 
-def checked(executor: ActionExecutor, target: WritableShard, given: Given) -> Message:
-    """The message, checked and encoded, with the action that receives it."""
-    event = given.checked(target.emitter)
+def checked(executor: ActionExecutor, target: WritableShard, parts: MessageInput) -> Message:
+    """Validate and encode a message. Return it with the action that receives it."""
+    event = parts.checked(target.emitter)
     action = executor.action_record(
-        target, RECEIVED_ACTION, given.params, given.headers, uuid7(), given.correlation_id, None, given.source
+        target, RECEIVED_ACTION, parts.params, parts.headers, uuid7(), parts.correlation_id, None, parts.source
     )
-    return Message(given.source, given.external_id, hash_of(event), action, event)
+    return Message(parts.source, parts.external_id, hash_of(event), action, event)
 
 
 class Messages:
-    """Messages on the way into the tables."""
+    """Validated messages to store together."""
 
-    def __init__(self, consumer: str, number: int, given: Mapping[int, Message | InvalidEvent]) -> None:
+    def __init__(self, consumer: str, number: int, messages: Mapping[int, Message | InvalidEvent]) -> None:
         self._consumer = consumer
         self._number = number
-        self._invalid = {index: one for index, one in given.items() if isinstance(one, InvalidEvent)}
-        self.given = {index: one for index, one in given.items() if not isinstance(one, InvalidEvent)}
+        self._invalid = {index: one for index, one in messages.items() if isinstance(one, InvalidEvent)}
+        self.valid = {index: one for index, one in messages.items() if not isinstance(one, InvalidEvent)}
         """The messages that can be stored, by index."""
         self._found: dict[tuple[str, str], ConsumeResult] = {}
 
     async def store_in(self, tx: Transaction, now: datetime, *, commits: bool = False) -> bool:
-        """Write the messages that are new, in the transaction ``tx``; True if there are any.
+        """Write the new messages in the transaction ``tx``. Return True if there are any.
 
         ``commits``: outboxio commits the transaction.
         """
-        rows = [one.row(self._consumer, now) for one in self.given.values()]
+        rows = [one.row(self._consumer, now) for one in self.valid.values()]
         rows.sort(key=lambda row: (row.source, row.external_id))
         found = await tx.consume_all(rows)
         self._found = {(row.source, row.external_id): row for row in found}
-        new = [(one.action.completed(now), one.event) for one in self.given.values() if self._is_new(one)]
+        new = [(one.action.completed(now), one.event) for one in self.valid.values() if self._is_new(one)]
         if new:
             await write_received(tx, new, commits=commits)
         return bool(new)
@@ -177,13 +177,13 @@ class Messages:
         return self._found[one.source, one.external_id].event_id == one.event.id
 
     def results(self, conflicts: Callable[[str, str], None]) -> list[Received | InvalidEvent]:
-        """The result of each message. ``conflicts`` is called with the source and the id of each conflict."""
+        """Return the result of each message, and call ``conflicts`` with the source and id of each conflict."""
         return [self._result(index, conflicts) for index in range(self._number)]
 
     def _result(self, index: int, conflicts: Callable[[str, str], None]) -> Received | InvalidEvent:
         if (invalid := self._invalid.get(index)) is not None:
             return invalid
-        one = self.given[index]
+        one = self.valid[index]
         if self._is_new(one):
             return Received.RECEIVED
         if self._found[one.source, one.external_id].payload_hash == one.payload_hash:
@@ -195,7 +195,7 @@ class Messages:
 def checked_all(
     executor: ActionExecutor, target: WritableShard, messages: Iterable[object], on_invalid: OnInvalid, consumer: str
 ) -> Messages:
-    """The messages, checked and encoded.
+    """Validate and encode messages.
 
     Raises :class:`InvalidEvent` with the index of the first message that cannot be stored, unless ``on_invalid`` is
     "return".
@@ -205,18 +205,18 @@ def checked_all(
     if isinstance(messages, Mapping | str | bytes):  # a single message, by mistake
         raise ConfigurationError(f"messages is {briefly(cast(Any, messages))}; expected a list of messages")
     listed = list(messages)
-    if len(listed) > MOST_MESSAGES:
+    if len(listed) > MAX_MESSAGES:
         raise ConfigurationError(
-            f"receive_many() got {len(listed)} messages; one call takes at most {MOST_MESSAGES}: make several calls"
+            f"receive_many() got {len(listed)} messages; one call takes at most {MAX_MESSAGES}: make several calls"
         )
     found: dict[int, Message | InvalidEvent] = {}
     for index, message in enumerate(listed):
         try:
             if message is None:
                 raise InvalidEvent(
-                    "the message", "it is None; give a mapping with the parts of receive(), or an object"
+                    "the message", "it is None; pass a mapping with the parts of receive(), or an object"
                 )
-            found[index] = checked(executor, target, Given(**parts_of(message)))
+            found[index] = checked(executor, target, MessageInput(**parts_of(message)))
         except InvalidEvent as error:
             if on_invalid == "raise":
                 subject = f"messages[{index}]: {error.subject}"

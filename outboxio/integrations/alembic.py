@@ -1,8 +1,8 @@
-"""Alembic: revisions that apply the SQL files of outboxio, and an autogenerate that leaves outboxio's tables alone.
+"""Alembic: revisions that apply outboxio's SQL files, and an autogenerate filter that ignores outboxio's tables.
 
-A database of an application has two sets of tables with separate versions: the tables of the application, which Alembic
-counts in ``alembic_version``, and the tables of outboxio, which ``schema_versions`` counts. So a revision that calls
-:func:`upgrade` and ``outbox.migrate()`` may follow each other in any order.
+Your database has two sets of tables with separate versions: Alembic records the version of your application's tables in
+``alembic_version``, and outboxio records its own in ``schema_versions``. So a revision that calls :func:`upgrade` and
+``outbox.migrate()`` may run in any order.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from outboxio.storage.ddl import statements_in
 from outboxio.storage.schema import (
     Found,
     SqlFile,
+    distinguishes_older,
     drops_parts,
     files_to_apply,
-    indexes_to_make,
-    refuse_foreign,
+    indexes_to_create,
+    refuse_external_tables,
     refuse_older,
+    remaining_statements,
     sql_files,
-    statements_left,
     tables_of,
-    tells_older,
 )
 from outboxio.support.log import log_of
 from outboxio.support.text import briefly
@@ -53,14 +53,14 @@ __all__ = ["downgrade_refused", "include_name", "include_name_with", "upgrade", 
 
 logger = log_of(__name__)
 
-SHARD = "default"  # in errors; a revision knows one database
+SHARD = "default"  # for errors; a revision runs on one database
 SCHEMA, PREFIX = "eventlog", "eventlog_"
 _DIALECTS = {"postgresql": "postgres", "mysql": "mysql", "mariadb": "mariadb", "sqlite": "sqlite"}
 _ON_SQLITE = frozenset(PREFIX + table for table in tables_of("sqlite"))
 _MAKES_SCHEMA = re.compile(r"CREATE (?:SCHEMA|DATABASE) IF NOT EXISTS eventlog\b")
 _CALL = re.compile(r"\bupgrade\(\s*op\s*,\s*(?:to\s*=\s*)?(\d+)")
-# The answers and statements have no placeholders: a percent sign stands for itself.
-_AS_IT_STANDS = {"no_parameters": True}
+# The statements have no placeholders: a percent sign is literal.
+_NO_PARAMETERS = {"no_parameters": True}
 
 
 class Operations(Protocol):
@@ -75,11 +75,11 @@ class Operations(Protocol):
 
 
 def include_name(name: str | None, type_: NameKind, parent_names: Mapping[ParentKind, str | None]) -> bool:
-    """Keep autogenerate away from the tables of outboxio: ``context.configure(include_name=include_name)``.
+    """Exclude outboxio's tables from autogenerate: ``context.configure(include_name=include_name)``.
 
     The tables are in the schema ``eventlog`` on PostgreSQL, in the database ``eventlog`` on MySQL and MariaDB, and have
-    the prefix ``eventlog_`` on SQLite. Without this function, autogenerate would drop these tables on SQLite, and with
-    ``include_schemas=True`` on the servers. Where the application filters names too, see :func:`include_name_with`.
+    the prefix ``eventlog_`` on SQLite. Without this function, autogenerate would drop them on SQLite, and on the other
+    databases with ``include_schemas=True``. To combine it with a filter of your own, see :func:`include_name_with`.
 
     Example::
 
@@ -93,7 +93,7 @@ def include_name(name: str | None, type_: NameKind, parent_names: Mapping[Parent
 
 
 def include_name_with(own: IncludeName) -> IncludeName:
-    """:func:`include_name` together with a function of the application: a name is included if both include it.
+    """Combine :func:`include_name` with your own filter: a name is included if both include it.
 
     Example::
 
@@ -115,16 +115,16 @@ def include_name_with(own: IncludeName) -> IncludeName:
 
 
 def upgrade(op: Operations, to: int | None = None, *, since: int = 0) -> None:
-    """Apply the SQL files of outboxio inside a revision, up to the version ``to``.
+    """Apply outboxio's SQL files in a revision, up to version ``to``.
 
-    The tables are those of ``outbox.migrate()``, and ``schema_versions`` is filled alike. Files that were applied are
-    passed over, so a revision may run again, also where ``outbox.migrate()`` has made the tables.
+    The result is the same as that of ``outbox.migrate()``, including ``schema_versions``. Files that have already been
+    applied are skipped, so the revision may run again, even after ``outbox.migrate()``.
 
-    ``to=None`` applies what ``outbox.migrate()`` would apply: all files on a new database; on an older one a file that
-    drops a part which an older version of outboxio uses (``..._contract.sql``) waits. A revision with ``to`` does the
-    same whichever version of outboxio is installed; the number of a contract file asks for this file, as
-    ``migrate(contract=True)`` does, also where later files were applied. ``since`` is the version that the revisions
-    before this one have reached. Only ``--sql`` needs ``since``, because there is no database to ask.
+    ``to=None`` applies what ``outbox.migrate()`` would apply: all files on a new database; on an existing one, all
+    except contract files (``..._contract.sql``), which drop parts that older versions of outboxio use. With ``to``, a
+    revision does the same with every later version of outboxio. If ``to`` is the number of a contract file, that file
+    is applied, as by ``migrate(contract=True)``, even if later files already were. ``since`` is the version reached by
+    earlier revisions; only ``--sql`` needs it, because there is no database to query.
 
     Raises :class:`SchemaNewer`, :class:`SchemaOccupied`, :class:`SchemaMissing` and :class:`SchemaInUse` as
     ``outbox.migrate()`` does, and :class:`ConfigurationError` for an unknown version or dialect.
@@ -147,10 +147,10 @@ def upgrade(op: Operations, to: int | None = None, *, since: int = 0) -> None:
 
 
 def downgrade_refused(op: object = None) -> NoReturn:
-    """Refuse to downgrade: the tables may hold events that no handler has handled yet.
+    """Refuse to downgrade, because the tables may hold unhandled events.
 
-    ``op`` is ignored. A revision whose ``downgrade`` does nothing is an alternative: the tables stay, older versions of
-    outboxio refuse newer tables by themselves, and a later :func:`upgrade` finds the tables.
+    ``op`` is ignored. Alternatively, let ``downgrade`` do nothing: the tables stay, older versions of outboxio refuse
+    to run on newer tables, and a later :func:`upgrade` finds them.
 
     Always raises :class:`ConfigurationError`.
 
@@ -160,15 +160,15 @@ def downgrade_refused(op: object = None) -> NoReturn:
             outboxio.downgrade_refused(op)
     """
     raise ConfigurationError(
-        "a revision of outboxio's tables is not downgraded: the tables may hold events that were not handled yet, and "
-        "a dropped column cannot be filled again; to go back, restore a backup. To pass over this revision, replace "
-        "downgrade_refused(op) by pass: the tables stay, and a later upgrade finds them. To lose the events, drop "
-        "the tables there by SQL of your own, such as op.execute('DROP SCHEMA eventlog CASCADE')"
+        "revisions of outboxio's tables cannot be downgraded: the tables may hold events that were not handled yet, "
+        "and the data of a dropped column is lost; to go back, restore a backup. To skip this revision, replace "
+        "downgrade_refused(op) with pass: the tables stay, and a later upgrade finds them. To discard the events, drop "
+        "the tables there with SQL, such as op.execute('DROP SCHEMA eventlog CASCADE')"
     )
 
 
 class _Upgrade:
-    """Applies files on the connection of a revision."""
+    """Applies SQL files on the connection of a revision."""
 
     def __init__(self, connection: Connection, dialect: str) -> None:
         self._connection = connection
@@ -176,14 +176,14 @@ class _Upgrade:
         self._catalog = CATALOGS[dialect]
 
     def run(self, to: int | None) -> None:
-        with self._turn():
-            found = self._look()
+        with self._lock():
+            found = self._read_schema()
             files = self._files(found, to)
-            indexes = indexes_to_make(SHARD, self._dialect, found)
-            refuse_foreign(SHARD, self._dialect, found, indexes)
+            indexes = indexes_to_create(SHARD, self._dialect, found)
+            refuse_external_tables(SHARD, self._dialect, found, indexes)
             has_schema = self._dialect != "sqlite" and inspect(self._connection).has_schema(SCHEMA)
-            for statement in statements_left(self._dialect, files, found):
-                # CREATE SCHEMA needs a right on the whole database, even if the schema exists.
+            for statement in remaining_statements(self._dialect, files, found):
+                # CREATE SCHEMA needs a database-wide privilege even if the schema exists.
                 if not (has_schema and _MAKES_SCHEMA.search(statement)):
                     self._execute(statement)
             for file in files:
@@ -196,11 +196,11 @@ class _Upgrade:
         files = files_to_apply(SHARD, self._dialect, found, contract=contract)
         files = [file for file in files if to is None or file.version <= to]
         if contract and (dropping := drops_parts(files, found)):
-            announced = self._catalog.announced_by_older if tells_older(found) else self._catalog.announced
+            announced = self._catalog.announced_by_older if distinguishes_older(found) else self._catalog.announced
             refuse_older(SHARD, dropping, self._rows(announced))
         return files
 
-    def _look(self) -> Found:
+    def _read_schema(self) -> Found:
         columns: dict[str, set[str]] = {}
         for table, column, *_ in self._rows(self._catalog.columns):
             columns.setdefault(table.removeprefix(PREFIX), set()).add(column)
@@ -214,41 +214,41 @@ class _Upgrade:
         )
 
     @contextmanager
-    def _turn(self) -> Generator[None]:
-        """Wait for ``outbox.migrate()`` of other processes. On SQLite, this also begins the transaction."""
+    def _lock(self) -> Generator[None]:
+        """Hold the migration lock, which ``outbox.migrate()`` also takes. On SQLite, also begin the transaction."""
         if self._dialect == "sqlite":
-            # The driver begins a transaction only before an INSERT, so that each CREATE would commit by itself.
+            # The driver starts a transaction only before an INSERT, so each CREATE would commit separately.
             driver: Any = self._connection.connection.driver_connection
             if not driver.in_transaction:
-                self._execute(self._catalog.take_turns)
+                self._execute(self._catalog.lock)
             yield
             return
-        if self._rows(self._catalog.take_turns)[0][0] == 0:
+        if self._rows(self._catalog.lock)[0][0] == 0:
             raise DatabaseError(
-                "another process has been migrating for a minute; run the upgrade again when it is done"
+                "another process has been migrating for a minute; run the upgrade again when it has finished"
             )
         try:
             yield
         finally:
-            if self._catalog.end_turn:
-                self._rows(self._catalog.end_turn)
+            if self._catalog.unlock:
+                self._rows(self._catalog.unlock)
 
-    def _rows(self, question: str) -> list[Any]:
-        return list(self._connection.exec_driver_sql(question, execution_options=_AS_IT_STANDS))
+    def _rows(self, query: str) -> list[Any]:
+        return list(self._connection.exec_driver_sql(query, execution_options=_NO_PARAMETERS))
 
     def _execute(self, statement: str) -> None:
-        self._connection.exec_driver_sql(statement, execution_options=_AS_IT_STANDS)
+        self._connection.exec_driver_sql(statement, execution_options=_NO_PARAMETERS)
 
 
 def _dialect_of(context: MigrationContext) -> str:
     name = context.dialect.name
     if name not in _DIALECTS:
-        raise ConfigurationError(f"outboxio has no tables for {name}; expected one of {', '.join(_DIALECTS)}")
+        raise ConfigurationError(f"outboxio does not support {name}; expected one of {', '.join(_DIALECTS)}")
     return "mariadb" if getattr(context.dialect, "is_mariadb", False) else _DIALECTS[name]
 
 
 def _newest() -> int:
-    """The newest version of any dialect: the same revision may run on several dialects."""
+    """Return the newest version of any dialect: a revision may run on several dialects."""
     return max(sql_files(dialect)[-1].version for dialect in CATALOGS)
 
 
@@ -257,16 +257,16 @@ def _refuse_unknown(version: Any, parameter: str, *, lowest: int) -> None:
         return
     if not isinstance(version, int) or isinstance(version, bool) or not lowest <= version <= _newest():
         raise ConfigurationError(
-            f"upgrade({parameter}={briefly(version)}): this outboxio has the versions {lowest} to {_newest()}; "
-            "upgrade outboxio, or correct the number"
+            f"upgrade({parameter}={briefly(version)}): this version of outboxio has schema versions {lowest} to "
+            f"{_newest()}; upgrade outboxio, or correct the number"
         )
 
 
 def _files_since(dialect: str, since: int, to: int | None) -> list[SqlFile]:
-    """The files behind ``since``, for a database that cannot be asked.
+    """Return the files after ``since``, for a database that cannot be queried.
 
-    An older version may still run, so behind the first revision a contract file is applied only by its own number.
-    There ``since`` may be later than the file.
+    An older version of outboxio may still run, so after the first revision a contract file is applied only if ``to`` is
+    its number. In that case ``since`` may be later than the file.
     """
     files = [file for file in sql_files(dialect) if to is None or file.version <= to]
     if not since:
@@ -278,10 +278,10 @@ def _files_since(dialect: str, since: int, to: int | None) -> list[SqlFile]:
 
 
 def configuration(path: str) -> Config:
-    """The configuration of Alembic in a file. Raises :class:`ConfigurationError` if there is no such file."""
+    """Return the Alembic configuration in a file. Raises :class:`ConfigurationError` if the file does not exist."""
     if not Path(path).is_file():
-        raise ConfigurationError(f"there is no Alembic configuration {path!r}: name the file with --config")
-    return Config(path, cmd_opts=Namespace(quiet=True))  # the command line says what was written
+        raise ConfigurationError(f"Alembic configuration {path!r} not found: pass the file with --config")
+    return Config(path, cmd_opts=Namespace(quiet=True))  # the command line reports what was written
 
 
 def write_revision(
@@ -292,13 +292,13 @@ def write_revision(
     head: str = "head",
     contract: bool = False,
 ) -> Path | None:
-    """Write a revision that brings the tables of outboxio to the newest version; its file.
+    """Write a revision that upgrades outboxio's tables to the newest version, and return its file.
 
-    The revision is made by Alembic from the template of the application, behind ``head``, with the id ``revision``, or
-    a random id. The calls of :func:`upgrade` in the existing revisions say which version is reached; returns ``None``
-    if no file is left to apply. A file that drops a part waits for ``contract=True``, except in the first revision.
+    Alembic creates the revision from your template, after ``head``, with the id ``revision`` or a random one. The
+    version reached so far is read from the calls of :func:`upgrade` in the existing revisions. Returns ``None`` if
+    there is nothing to apply. Contract files are included only with ``contract=True``, except in the first revision.
 
-    Raises :class:`ConfigurationError` with the reason of Alembic, such as several heads.
+    Raises :class:`ConfigurationError` with Alembic's reason, such as multiple heads.
 
     Example::
 
@@ -323,23 +323,23 @@ def write_revision(
 
 
 def _calls_behind(scripts: ScriptDirectory, *, contract: bool) -> list[str]:
-    """The calls of :func:`upgrade` that the next revision needs. A contract file gets a call of its own."""
-    asked = [to for script in reversed(list(scripts.walk_revisions())) for to in _asked_by(script)]
-    since, files = max(asked, default=0), {file.version: file for dialect in CATALOGS for file in sql_files(dialect)}
-    if not asked:
+    """Return the calls of :func:`upgrade` for the next revision. Each contract file gets its own call."""
+    called = [to for script in reversed(list(scripts.walk_revisions())) for to in _versions_in(script)]
+    since, files = max(called, default=0), {file.version: file for dialect in CATALOGS for file in sql_files(dialect)}
+    if not called:
         return [f"outboxio.upgrade(op, to={max(files)})"]
     calls: list[str] = []
     expand = [version for version, file in files.items() if version > since and not file.is_contract]
     if expand:
         calls.append(f"outboxio.upgrade(op, to={max(expand)}, since={since})")
         since = max(expand)
-    if contract:  # the first revision has made all parts up to its number
-        left = [version for version, file in files.items() if file.is_contract and version > asked[0]]
-        calls += [f"outboxio.upgrade(op, to={version}, since={since})" for version in left if version not in asked]
+    if contract:  # the first revision applied all files up to its version
+        left = [version for version, file in files.items() if file.is_contract and version > called[0]]
+        calls += [f"outboxio.upgrade(op, to={version}, since={since})" for version in left if version not in called]
     return calls
 
 
-def _asked_by(script: Any) -> list[int]:
-    """The versions that a revision of the application asks for; none if the revision has no part of outboxio."""
+def _versions_in(script: Any) -> list[int]:
+    """Return the versions in the :func:`upgrade` calls of a revision; none if it does not use outboxio."""
     text = Path(script.path).read_text("utf-8")
     return list(map(int, _CALL.findall(text))) if "outboxio" in text else []

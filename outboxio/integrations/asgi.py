@@ -1,4 +1,4 @@
-"""A middleware in plain ASGI: actions of a request get the correlation id and the trace context of the request."""
+"""ASGI middleware that passes the correlation id and the trace context of a request to its actions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _Send = Callable[[_Message], Awaitable[None]]
 ASGIApp = Callable[[_Scope, _Receive, _Send], Awaitable[None]]
 
 LONGEST_ID = 128
-LONGEST_STATE = 512  # the size that W3C Trace Context promises to be passed on
+LONGEST_STATE = 512  # the minimum that W3C Trace Context requires to be propagated
 
 _ID = re.compile(rb"[\w.:;,/+=@~|#-]{1,%d}" % LONGEST_ID)
 _STATE = re.compile(rb"[\x20-\x7e]{1,%d}" % LONGEST_STATE)
@@ -29,18 +29,18 @@ _HEADER_NAME = re.compile(r"[A-Za-z0-9-]+")
 
 
 class OriginMiddleware:
-    """Gives the correlation id and the trace context of an HTTP request to the actions that the request executes.
+    """Passes the correlation id and the trace context of an HTTP request to the actions that it executes.
 
-    ``correlation_headers``: the first of these headers with a valid value becomes the ``correlation_id``. Valid are up
-    to 128 letters, digits and ``.:;,/+=@~|#_-``; any other value is ignored, because clients choose the values.
-    ``generate``: a request without a valid value gets a new id. ``traceparent`` and ``tracestate`` (W3C Trace
-    Context) become ``headers`` of the events.
+    ``correlation_headers``: the first of these headers with a valid value becomes the ``correlation_id``. A value is
+    valid if it has up to 128 letters, digits and ``.:;,/+=@~|#_-``; others are ignored, because clients control them.
+    ``generate``: create a new id if the request has none. ``traceparent`` and ``tracestate`` (W3C Trace Context) become
+    ``headers`` of the events.
 
-    ``execute``, ``transaction``, ``record`` and ``inbox.receive`` use the values if the call does not give its own;
-    ``headers`` are merged by key. In a handler the values of the handler's event count instead. WebSocket connections
-    and the lifespan pass unchanged.
+    ``execute``, ``transaction``, ``record`` and ``inbox.receive`` use these values unless the call passes its own;
+    ``headers`` are merged by key. Handlers use the values of their event instead. WebSocket connections and lifespan
+    events are not affected.
 
-    Raises :class:`ConfigurationError` for a name that is no HTTP header.
+    Raises :class:`ConfigurationError` for an invalid header name.
 
     Example::
 
@@ -69,35 +69,35 @@ class OriginMiddleware:
             current_origin.reset(token)
 
     def _origin_of(self, headers: Sequence[tuple[bytes, bytes]]) -> Origin:
-        given: dict[bytes, list[bytes]] = {}
+        by_name: dict[bytes, list[bytes]] = {}
         for name, value in headers:
-            given.setdefault(name.lower(), []).append(value.strip())
-        return Origin(self._correlation_id(given), _trace_context(given))
+            by_name.setdefault(name.lower(), []).append(value.strip())
+        return Origin(self._correlation_id(by_name), _trace_context(by_name))
 
-    def _correlation_id(self, given: dict[bytes, list[bytes]]) -> str | None:
+    def _correlation_id(self, headers: dict[bytes, list[bytes]]) -> str | None:
         for name in self._names:
-            for value in given.get(name, ()):
+            for value in headers.get(name, ()):
                 if _ID.fullmatch(value):
                     return value.decode("ascii")
         return str(uuid7()) if self._generates else None
 
 
-def _trace_context(given: dict[bytes, list[bytes]]) -> dict[str, str]:
-    """The valid headers of a trace. ``tracestate`` counts only beside a single, valid ``traceparent``."""
-    parents = given.get(b"traceparent", [])
+def _trace_context(headers: dict[bytes, list[bytes]]) -> dict[str, str]:
+    """Return the valid trace headers. ``tracestate`` is used only with a single valid ``traceparent``."""
+    parents = headers.get(b"traceparent", [])
     match = _PARENT.fullmatch(parents[0]) if len(parents) == 1 else None
     if match is None or (match["version"] == b"00" and match["more"] is not None):
         return {}
     found = {"traceparent": parents[0].decode("ascii")}
-    state = b",".join(given.get(b"tracestate", ()))
+    state = b",".join(headers.get(b"tracestate", ()))
     if _STATE.fullmatch(state):
         found["tracestate"] = state.decode("ascii")
     return found
 
 
 def _checked_names(names: Sequence[str]) -> list[bytes]:
-    given: Any = [names] if isinstance(names, str) else names  # callers may not be typed
-    for name in given:
+    listed: Any = [names] if isinstance(names, str) else names  # callers may not be typed
+    for name in listed:
         if not (isinstance(name, str) and _HEADER_NAME.fullmatch(name)):
             raise ConfigurationError(f"correlation_headers has {briefly(name)}; expected names such as 'X-Request-ID'")
-    return [name.lower().encode("ascii") for name in given]
+    return [name.lower().encode("ascii") for name in listed]

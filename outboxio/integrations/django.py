@@ -17,7 +17,7 @@ from outboxio.support.text import TextEncoding
 
 
 class _DjangoConnection:
-    """A connection of Django to a server. The cursors of Django hide the driver, such as mysqlclient."""
+    """A Django connection to a server. Django's cursors hide the driver, such as mysqlclient."""
 
     def __init__(self, connection: Any, dialect: SyncDialect) -> None:
         self.dialect = dialect
@@ -39,12 +39,12 @@ class _DjangoConnection:
 
 
 def is_of_django(given: object) -> bool:
-    """True for a connection of Django, which need not be installed."""
+    """True for a Django connection. Django need not be installed."""
     return hasattr(given, "in_atomic_block") and hasattr(given, "ensure_connection")
 
 
 def connection_of(given: Any) -> SyncConnection:
-    """The connection of Django, or the connection of ``sqlite3`` inside."""
+    """Return the Django connection, or the ``sqlite3`` connection inside it."""
     given.ensure_connection()
     if given.vendor == "postgresql":
         return _DjangoConnection(given, POSTGRES)

@@ -1,4 +1,4 @@
-"""FastAPI: the outbox as a dependency; the rest is that of Starlette.
+"""FastAPI: the outbox as a dependency. Everything else is the same as for Starlette.
 
 Example::
 
@@ -20,6 +20,6 @@ if TYPE_CHECKING:
 
     OutboxDep = Annotated[Outbox, Depends(get_outbox)]
 else:
-    OutboxDep = Annotated[Any, Depends(get_outbox)]  # FastAPI does not look at the type of a dependency
+    OutboxDep = Annotated[Any, Depends(get_outbox)]  # FastAPI ignores the type of a dependency
 
 __all__ = ["OriginMiddleware", "OutboxDep", "add_exception_handlers", "get_outbox"]

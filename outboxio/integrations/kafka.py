@@ -1,6 +1,6 @@
 """Kafka: a relay that sends events to topics, and an inbox that receives from topics as a member of a consumer group.
 
-Needs ``outboxio[kafka]``, that is aiokafka, and Kafka 2.1 or later, or a broker that speaks its protocol.
+Requires ``outboxio[kafka]`` (aiokafka), and Kafka 2.1 or later or a compatible broker.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from outboxio.errors import ConfigurationError, InvalidEvent, Unprocessable
 from outboxio.integrations.brokers.connection import CONNECT_TIMEOUT
 from outboxio.integrations.brokers.inbox import WAIT, BrokerInbox, InboxOptions, Incoming, incoming_of
 from outboxio.integrations.brokers.message import Message, Template
-from outboxio.integrations.brokers.relay import Parcel, Relay, RelayOptions, Verdict, too_large
+from outboxio.integrations.brokers.relay import DeliveryResult, Parcel, Relay, RelayOptions, too_large
 from outboxio.support.text import briefly
 
 try:
@@ -28,28 +28,28 @@ if TYPE_CHECKING:
 
 __all__ = ["KafkaInbox", "KafkaRelay", "NoTopic", "NotPermitted", "Refused", "by_event_type", "by_model_type"]
 
-TOPIC_WAIT = 2.0  # seconds for a topic that the broker may be making
-LARGEST_REQUEST = 1_048_576  # bytes; the broker's own limit is about the same
+TOPIC_WAIT = 2.0  # seconds to wait for a topic that the broker may be creating
+LARGEST_REQUEST = 1_048_576  # bytes; about the broker's own limit
 STOP_TIMEOUT = 5.0  # seconds to leave the group
-DEAD_LETTER_TIMEOUT = 10.0  # seconds for the answer to a dead letter
-_OF_BOTH = {"bootstrap_servers": "give the addresses as servers", "loop": "the running loop is used"}
+DEAD_LETTER_TIMEOUT = 10.0  # seconds to wait for the acknowledgement of a dead letter
+_OF_BOTH = {"bootstrap_servers": "pass the addresses as servers", "loop": "the running event loop is used"}
 _OF_RELAY = {
     **_OF_BOTH,
-    "enable_idempotence": "give enable_idempotence= to the relay",
+    "enable_idempotence": "pass enable_idempotence= to the relay",
     "acks": "a relay waits for all replicas, so acks='all' is set",
-    "transactional_id": "a relay sends without transactions of Kafka; readers remove duplicates by ce_id",
+    "transactional_id": "relays do not use Kafka transactions; consumers deduplicate by ce_id",
     "key_serializer": "a relay sends bytes",
     "value_serializer": "a relay sends bytes",
-    "partitioner": "a relay chooses the partition as Java's clients do, by the key",
+    "partitioner": "a relay chooses the partition by the key, as the Java client does",
 }
 _OF_INBOX = {
     **_OF_BOTH,
-    "group_id": "give group= to the inbox",
+    "group_id": "pass group= to the inbox",
     "enable_auto_commit": "the inbox commits offsets after its transaction",
-    "auto_offset_reset": "give start= to the inbox",
+    "auto_offset_reset": "pass start= to the inbox",
     "key_deserializer": "the inbox reads bytes",
     "value_deserializer": "the inbox reads bytes",
-    "max_poll_records": "give batch= to the inbox",
+    "max_poll_records": "pass batch= to the inbox",
 }
 
 Topics = str | Callable[[Message], str]
@@ -57,7 +57,7 @@ Topics = str | Callable[[Message], str]
 
 
 def by_model_type(pattern: str) -> Callable[[Message], str]:
-    """The topic by the model type, which takes the place of ``{}``.
+    """Return a function that derives the topic from the model type, which replaces ``{}``.
 
     Example::
 
@@ -67,7 +67,7 @@ def by_model_type(pattern: str) -> Callable[[Message], str]:
 
 
 def by_event_type(pattern: str) -> Callable[[Message], str]:
-    """The topic by the event type, which takes the place of ``{}``.
+    """Return a function that derives the topic from the event type, which replaces ``{}``.
 
     Example::
 
@@ -78,31 +78,34 @@ def by_event_type(pattern: str) -> Callable[[Message], str]:
 
 def _by(field: str, pattern: str) -> Callable[[Message], str]:
     if not isinstance(pattern, str) or pattern.count("{}") != 1:  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not be typed
-        raise ConfigurationError(f"the pattern is {briefly(pattern)}; expected a text with one {{}}, as 'outbox.{{}}'")
+        raise ConfigurationError(
+            f"the pattern is {briefly(pattern)}; expected a string with one {{}}, such as 'outbox.{{}}'"
+        )
     return Template(pattern.replace("{}", f"{{{field}}}"), option="topics")
 
 
 class KafkaRelay(Relay):
     """Sends events to topics of Kafka.
 
-    ``servers``: ``"host:port"``, one or several, or a started ``AIOKafkaProducer`` with ``acks="all"``, which the relay
-    does not stop.
+    ``servers``: one or more ``"host:port"`` addresses, or a started ``AIOKafkaProducer`` with ``acks="all"``, which the
+    relay does not stop.
     ``topics``: a template with the fields ``{event_type}``, ``{model_type}``, ``{model_id}``, ``{namespace}`` and
     ``{key}``, or a function of the message, such as ``by_model_type("outbox.{}")``. ``enable_idempotence``: ``False``
-    for a broker that has no idempotent producers. ``connect``: further keywords of ``AIOKafkaProducer``, such as
+    for a broker without support for idempotent producers. ``connect``: further options of ``AIOKafkaProducer``, such as
     ``security_protocol``, ``ssl_context`` or ``compression_type``. ``options`` are those of all relays
     (:class:`~outboxio.integrations.brokers.relay.RelayOptions`).
 
-    The key of a record is the ordering key (with ``ordered=True``), else the model id, else the event's id. Records
-    with the same key are in the same partition. A call sends one batch to each partition. Kafka stores a batch wholly
-    or not at all. Attributes are headers ``ce_*``. Readers remove duplicates by ``ce_id``, which the inbox does.
+    The key of a record is the ordering key (with ``ordered=True``), otherwise the model id, otherwise the event id.
+    Records with the same key go to the same partition. Each call sends one batch per partition; Kafka stores a batch
+    completely or not at all. Attributes are sent as headers ``ce_*``. Consumers should deduplicate by ``ce_id``, as the
+    inbox does.
 
-    * A topic that is missing, or that the user may not write to, uses up an attempt, and the retry policy applies.
-    * A message that is too large ends DEAD. The others of its batch are sent.
-    * While the broker is away, or refuses the credentials or the certificate, the handler rests, and no attempt is
-      used up.
+    * If a topic is missing or the user may not write to it, the attempt counts, and the retry policy applies.
+    * A message that is too large becomes DEAD. The rest of its batch is sent.
+    * While the broker is unavailable, or refuses the credentials or the certificate, the handler's circuit is open, and
+      no attempt counts.
 
-    Raises :class:`~outboxio.ConfigurationError` for an option or a template that makes no sense.
+    Raises :class:`~outboxio.ConfigurationError` for an invalid option or template.
 
     Example::
 
@@ -123,16 +126,16 @@ class KafkaRelay(Relay):
         connect: Mapping[str, Any] | None = None,
         **options: Unpack[RelayOptions],
     ) -> None:
-        is_given = isinstance(servers, kafka_client.Producer)
+        is_producer = isinstance(servers, kafka_client.Producer)
         destination = topics if callable(topics) else Template(topics, option="topics")
         super().__init__(prefix="ce_", destination=destination, **options)
-        if is_given and connect:
-            raise ConfigurationError(f"relay {self.name!r} has connect= beside a producer: give addresses")
-        if is_given and (reason := kafka_client.unfit(servers)) is not None:
+        if is_producer and connect:
+            raise ConfigurationError(f"relay {self.name!r} cannot combine connect= with a producer: pass addresses")
+        if is_producer and (reason := kafka_client.unfit(servers)) is not None:
             raise ConfigurationError(f"relay {self.name!r} cannot use this producer: {reason}")
         self._idempotent = enable_idempotence
-        self._access = None if is_given else Access(servers, connect or {}, kafka_client.Producer, own=_OF_RELAY)
-        self._producer: Any = servers if is_given else None
+        self._access = None if is_producer else Access(servers, connect or {}, kafka_client.Producer, own=_OF_RELAY)
+        self._producer: Any = servers if is_producer else None
         self._largest = (connect or {}).get("max_request_size", LARGEST_REQUEST)
         self._waiting: set[asyncio.Future[Any]] = set()
 
@@ -148,11 +151,11 @@ class KafkaRelay(Relay):
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT):
                 await producer.start()
-        except Exception as error:  # also a KeyError, with which aiokafka reports some refusals of credentials
+        except Exception as error:  # aiokafka reports some refused credentials as a KeyError
             reason = await access.reason(error)
             is_refused = isinstance(error, errors.KafkaError) and not isinstance(error, errors.KafkaConnectionError)
             if self._idempotent and is_refused:
-                reason += "; a broker without idempotent producers needs enable_idempotence=False"
+                reason += "; if the broker does not support idempotent producers, set enable_idempotence=False"
             raise self.unavailable(f"relay {self.name!r}: {reason}") from error
         finally:
             if not kafka_client.is_started(producer):
@@ -169,19 +172,19 @@ class KafkaRelay(Relay):
         if producer is not None:
             await kafka_client.end(producer)
 
-    async def publish(self, parcels: Sequence[Parcel]) -> Sequence[Verdict]:
-        verdicts: dict[int, Exception] = {}
+    async def publish(self, parcels: Sequence[Parcel]) -> Sequence[DeliveryResult]:
+        results: dict[int, Exception] = {}
         try:
             async with asyncio.timeout(self.publish_timeout):
-                partitions = await self._partitions(parcels, verdicts)
-                await self._send(parcels, kafka_client.partitioned(parcels, partitions, verdicts), verdicts)
+                partitions = await self._partitions(parcels, results)
+                await self._send(parcels, kafka_client.partitioned(parcels, partitions, results), results)
         except TimeoutError:
-            reason = f"Kafka has not acknowledged all messages of a call within {self.publish_timeout:g} s"
+            reason = f"Kafka did not acknowledge all messages of a batch within {self.publish_timeout:g} s"
             raise ConnectionError(reason) from None
-        return [verdicts.get(place) for place in range(len(parcels))]
+        return [results.get(place) for place in range(len(parcels))]
 
-    async def _send(self, parcels: Sequence[Parcel], piles: Sequence[Pile], verdicts: dict[int, Exception]) -> None:
-        """Send piles side by side. A partition's later batch waits for the acknowledgement of the former."""
+    async def _send(self, parcels: Sequence[Parcel], piles: Sequence[Pile], results: dict[int, Exception]) -> None:
+        """Send piles concurrently. The next batch of a partition waits for the previous acknowledgement."""
         failed: dict[str, Exception] = {}
         waiting: list[Pile] = list(piles)
         while waiting:
@@ -190,7 +193,7 @@ class KafkaRelay(Relay):
             futures: list[tuple[Pile, asyncio.Future[Any]]] = []
             try:
                 for pile in waiting:
-                    if pile.fill(producer.create_batch(), failed if self.ordered else None, self._largest, verdicts):
+                    if pile.fill(producer.create_batch(), failed if self.ordered else None, self._largest, results):
                         futures.append((pile, await self._submitted(producer, pile)))
                         self._waiting.add(futures[-1][1])
                 if futures:
@@ -209,17 +212,17 @@ class KafkaRelay(Relay):
                 if isinstance(error, kafka_client.TOO_LARGE) and pile.is_divisible:
                     pile.divide()
                     continue
-                verdict = self._verdict(pile, error, parcels)
+                result = self._result(pile, error, parcels)
                 for place in pile.is_refused():
-                    verdicts[place] = verdict
-                    failed[parcels[place].message.key] = verdict
+                    results[place] = result
+                    failed[parcels[place].message.key] = result
             if is_refused:
-                # The sequence numbers of a refused batch are gone, and an idempotent producer is of no more use.
+                # The sequence numbers of a rejected batch are lost, so an idempotent producer cannot continue.
                 await self.leave()
             waiting = [pile for pile in waiting if pile.has_more]
 
     async def _submitted(self, producer: Any, pile: Pile) -> asyncio.Future[Any]:
-        """The future of a batch. An error of the producer is the future's, as if it had come from the broker."""
+        """Send a batch and return its future. A producer error is set on the future, like an error of the broker."""
         try:
             future: asyncio.Future[Any] = await producer.send_batch(pile.batch, pile.topic, partition=pile.partition)
         except errors.KafkaError as error:
@@ -227,17 +230,19 @@ class KafkaRelay(Relay):
             future.set_exception(error)
         return future
 
-    def _verdict(self, pile: Pile, error: BaseException, parcels: Sequence[Parcel]) -> Exception:
+    def _result(self, pile: Pile, error: BaseException, parcels: Sequence[Parcel]) -> Exception:
         if isinstance(error, kafka_client.TOO_LARGE):
             parcel = parcels[pile.taken[0]]
-            reason = f"has {len(parcel.wire.body)} bytes, and the topic {pile.topic!r} takes no message of this size"
+            reason = f"has {len(parcel.wire.body)} bytes, more than the topic {pile.topic!r} accepts"
             return too_large(parcel, reason, "raise max.message.bytes of the topic")
         if type(error) is errors.KafkaError or isinstance(error, kafka_client.GONE):
-            return self.unavailable(f"relay {self.name!r} has lost Kafka: {kafka_client.described(error)}")
+            return self.unavailable(
+                f"relay {self.name!r} lost its connection to Kafka: {kafka_client.described(error)}"
+            )
         return kafka_client.refusal(error, pile.topic)
 
-    async def _partitions(self, parcels: Sequence[Parcel], verdicts: dict[int, Exception]) -> dict[str, list[int]]:
-        """The partitions of each topic. Messages to a topic that is missing have a verdict afterwards."""
+    async def _partitions(self, parcels: Sequence[Parcel], results: dict[int, Exception]) -> dict[str, list[int]]:
+        """Return the partitions of each topic. Messages to a missing topic get an error in ``results``."""
         producer = self._producer
         found: dict[str, list[int]] = {}
         missing: dict[str, Exception] = {}
@@ -252,7 +257,7 @@ class KafkaRelay(Relay):
                 except (NoTopic, Unprocessable, errors.KafkaError) as error:
                     is_ours = isinstance(error, NoTopic | Unprocessable)
                     missing[topic] = error if is_ours else kafka_client.refusal(error, topic)
-            verdicts[place] = missing[topic]
+            results[place] = missing[topic]
         return found
 
     async def _partitions_of(self, producer: Any, topic: str) -> list[int]:
@@ -269,23 +274,23 @@ class KafkaRelay(Relay):
 
 
 class KafkaInbox(BrokerInbox):
-    """Stores the records of topics in the inbox of an outbox, each once.
+    """Stores the records of topics in the inbox of an outbox, each exactly once.
 
-    ``servers``: ``"host:port"``, one or several. ``group``: the consumer group, whose processes share the partitions.
-    ``topics``: the topics to read. ``start``: where a new group begins, ``"all"`` or ``"new"``. ``dead_letters``: the
-    topic for messages that can never be stored, with the record's topic in place of ``{}``. ``connect``: further
-    keywords of ``AIOKafkaConsumer``, such as ``security_protocol``. Further keywords:
+    ``servers``: one or more ``"host:port"`` addresses. ``group``: the consumer group, whose processes share the
+    partitions. ``topics``: the topics to read. ``start``: where a new group starts, ``"all"`` or ``"new"``.
+    ``dead_letters``: the topic for messages that can never be stored, with ``{}`` for the record's topic. ``connect``:
+    further options of ``AIOKafkaConsumer``, such as ``security_protocol``. All other options:
     :class:`~outboxio.integrations.brokers.inbox.BrokerInbox`.
 
-    The offsets of a batch are committed after the transaction that stores the batch. A process that dies between the
-    two gets the records again, and the inbox knows their ids. Before a partition goes to another process, the
-    inbox finishes its batch. An offset of a partition that is gone is not committed.
+    The offsets of a batch are committed after the transaction that stores it. If a process dies in between, the records
+    are read again and deduplicated by id. Before a partition is reassigned to another process, the inbox finishes its
+    batch. Offsets of revoked partitions are not committed.
 
-    A message without an id has the id ``topic/partition/offset``, and the source ``kafka:<topic>``. A message that can
-    never be stored goes to ``dead_letters``, with the reason in the header ``outboxio-error``, before its offset is
-    committed.
+    A message without an id gets the id ``topic/partition/offset`` and the source ``kafka:<topic>``. A message that can
+    never be stored is written to ``dead_letters``, with the reason in the header ``outboxio-error``, before its offset
+    is committed.
 
-    Raises :class:`~outboxio.ConfigurationError` for an option that makes no sense.
+    Raises :class:`~outboxio.ConfigurationError` for an invalid option.
 
     Example::
 
@@ -311,7 +316,9 @@ class KafkaInbox(BrokerInbox):
         self.group = group
         self.place = f"{', '.join(self.topics)} ({group})"
         if not group or not self.topics:
-            raise ConfigurationError(f"group is {briefly(group)} and topics is {briefly(self.topics)}; both are needed")
+            raise ConfigurationError(
+                f"group is {briefly(group)} and topics is {briefly(self.topics)}; both are required"
+            )
         if start not in ("all", "new"):
             raise ConfigurationError(f"start is {briefly(start)}; expected 'all' or 'new'")
         if not dead_letters or dead_letters == "{}":
@@ -324,7 +331,7 @@ class KafkaInbox(BrokerInbox):
         self._rebalance = kafka_client.Rebalance()
         self._in_hand: Sequence[Incoming] = ()
         self._refused: set[int] = set()
-        """The ids (of Python) of the messages in hand that are in the dead letters."""
+        """``id()`` of the messages of this batch that have been written to the dead letters."""
         self._generation = 0
 
     async def connect(self) -> None:
@@ -339,7 +346,7 @@ class KafkaInbox(BrokerInbox):
         self._consumer = consumer
         consumer.subscribe(self.topics, listener=self._rebalance)
         starting = asyncio.ensure_future(consumer.start())
-        stop = asyncio.ensure_future(self.stopping.wait())  # the broker may be long in forming the group
+        stop = asyncio.ensure_future(self.stopping.wait())  # forming the group may take long
         try:
             await asyncio.wait({starting, stop}, return_when=asyncio.FIRST_COMPLETED)
             if starting.done():
@@ -386,9 +393,9 @@ class KafkaInbox(BrokerInbox):
         await self._commit()
 
     async def _commit(self) -> None:
-        """Commit offsets up to the first message of each partition that is neither stored nor put aside."""
+        """Commit offsets up to the first message of each partition that is neither stored nor a dead letter."""
         if self._generation != self._rebalance.generation or self._consumer is None:
-            return  # the partitions have a new owner, who reads these messages again
+            return  # the partitions have a new owner, which reads these messages again
         offsets: dict[Any, int] = {}
         halted: set[Any] = set()
         for message in self._in_hand:
@@ -402,7 +409,7 @@ class KafkaInbox(BrokerInbox):
             await self._consumer.commit(offsets)
 
     async def _put_aside(self, record: Any, error: InvalidEvent) -> None:
-        """Write a record to the dead letters, and wait for the acknowledgement."""
+        """Write a record to the dead-letter topic, and wait for the acknowledgement."""
         if self._producer is None:
             access = self._access
             self._producer = kafka_client.Producer(
@@ -430,5 +437,5 @@ class KafkaInbox(BrokerInbox):
 
 
 def _text(value: bytes) -> str:
-    """Bytes as text; bytes that are no UTF-8 are written out, so that equal bytes stay equal."""
+    """Decode bytes; invalid UTF-8 is backslash-escaped, so that different bytes stay different."""
     return value.decode("utf-8", "backslashreplace")

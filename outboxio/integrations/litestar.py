@@ -1,4 +1,4 @@
-"""Litestar: a plugin that runs the outbox with the application, and gives the outbox to handlers of routes."""
+"""Litestar: a plugin that runs the outbox with the application, and provides it to route handlers."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 class OutboxPlugin(InitPlugin):
-    """Runs the outbox for as long as the application runs, inside the application's own lifespans.
+    """Runs the outbox while the application runs, inside your application's own lifespans.
 
-    A handler of a route takes the outbox as the dependency ``outbox``, or as ``dependency``. The middleware
-    :class:`~outboxio.integrations.starlette.OriginMiddleware` works in Litestar as it is.
+    Route handlers get the outbox as the dependency ``outbox``, or under the name ``dependency``. The middleware
+    :class:`~outboxio.integrations.starlette.OriginMiddleware` works in Litestar unchanged.
 
     Example::
 

@@ -18,7 +18,7 @@ from msgspec import Struct
 from outboxio.errors import ConfigurationError, InvalidEvent, Unprocessable
 from outboxio.integrations.brokers.inbox import ANSWER, WAIT, BrokerInbox, InboxOptions, Incoming, incoming_of
 from outboxio.integrations.brokers.message import Template, percent_encoded
-from outboxio.integrations.brokers.relay import Parcel, Relay, RelayOptions, Verdict, too_large
+from outboxio.integrations.brokers.relay import DeliveryResult, Parcel, Relay, RelayOptions, too_large
 from outboxio.support.log import log_of
 from outboxio.support.text import briefly
 
@@ -43,29 +43,29 @@ logger = log_of(__name__)
 
 MESSAGE_ID = "Nats-Msg-Id"
 EXPECTED_STREAM = "Nats-Expected-Stream"
-LARGEST_HEADERS = 16_384  # bytes; ids and names of an event are far shorter
-AWAY = (10008, 10009, 10023, 10039, 10076)  # JetStream is off or has no leader, or its resources are used up
-TOO_LARGE = (10054, 10070)  # error codes: larger than max_msg_size of the stream, and than the header may be
+LARGEST_HEADERS = 16_384  # bytes; the ids and names of an event are far shorter
+AWAY = (10008, 10009, 10023, 10039, 10076)  # JetStream is disabled, has no leader, or has run out of resources
+TOO_LARGE = (10054, 10070)  # error codes: max_msg_size of the stream exceeded, header too large
 _ODD = re.compile(r"[\s*>%\x00-\x1f\x7f]")
 _RESERVED = re.compile(r"\$|_(?:INBOX|R_|GR_)(?:\.|\Z)")
-"""The start of the subjects of the server itself (``$JS.API``, ``$SYS``), and of replies."""
+"""The prefix of the server's own subjects (``$JS.API``, ``$SYS``), and of reply subjects."""
 _VALID = re.compile(r"[^\s*>.\x00-\x1f\x7f]+(\.[^\s*>.\x00-\x1f\x7f]+)*\Z")
 
 
 def as_part(value: str) -> str:
-    """A value as a part of a subject. Wildcards, white space and empty tokens are percent-encoded; dots stay."""
+    """Return a value as a part of a subject. Wildcards, white space and empty tokens are percent-encoded; dots stay."""
     if _ODD.search(value):
         value = _ODD.sub(lambda odd: "".join(f"%{byte:02X}" for byte in odd[0].encode()), value)
     return value if _VALID.match(value) else value.replace(".", "%2E")
 
 
 def as_subject(text: str) -> str:
-    """A subject of which values are a part. A start that is reserved for the server is percent-encoded."""
+    """Return a filled-in subject. A prefix that is reserved for the server is percent-encoded."""
     return f"%{ord(text[0]):02X}{text[1:]}" if _RESERVED.match(text) else text
 
 
 def subject_template(text: str) -> Template:
-    """The template of a subject. :class:`ConfigurationError` for a text that makes no valid subject.
+    """Return the template of a subject. Raises :class:`ConfigurationError` if it cannot result in a valid subject.
 
     Example::
 
@@ -76,13 +76,13 @@ def subject_template(text: str) -> Template:
     example = template.example()
     if not _VALID.match(example):
         raise ConfigurationError(
-            f"subject={text!r} makes subjects such as {example!r}: tokens between dots must not be empty, and must "
-            "have no white space and no wildcard * or >"
+            f"subject={text!r} results in subjects such as {example!r}: tokens between dots must not be empty, and "
+            "must not contain white space or the wildcards * and >"
         )
     if _RESERVED.match(example) and not is_bucket:
         raise ConfigurationError(
-            f"subject={text!r} makes subjects such as {example!r}, which are reserved for the server and for replies, "
-            "so that no stream takes them: begin with another token"
+            f"subject={text!r} results in subjects such as {example!r}, which are reserved for the server and for "
+            "replies and cannot belong to a stream: start with another token"
         )
     return template
 
@@ -90,23 +90,23 @@ def subject_template(text: str) -> Template:
 class NatsRelay(Relay):
     """Publishes events to a stream of NATS JetStream.
 
-    ``servers``: one URL or several, or a connected client of nats-py, which the relay does not close. ``subject``: a
+    ``servers``: one or more URLs, or a connected nats-py client, which the relay does not close. ``subject``: a
     template with the fields ``{event_type}``, ``{model_type}``, ``{model_id}``, ``{namespace}`` and ``{key}``.
-    ``stream``: the stream that must take the messages; ``None`` takes any stream of the server. ``connect``: keywords
+    ``stream``: the stream that must store the messages; ``None`` accepts any stream of the server. ``connect``: options
     of ``nats.connect``. ``options`` are those of all relays
     (:class:`~outboxio.integrations.brokers.relay.RelayOptions`).
 
-    Each message has the header ``Nats-Msg-Id``, the event's id: a message that is sent again within the
-    ``duplicate_window`` of the stream is stored once. Messages of a batch are published together. With ``ordered=True``
-    a message waits for the acknowledgement of the message before with the same key.
+    The header ``Nats-Msg-Id`` holds the event id, so the stream stores a message once if it is retried within the
+    stream's ``duplicate_window``. The messages of a batch are published together. With ``ordered=True``, a message is
+    published only after the previous message of its key is acknowledged.
 
-    Only the acknowledgement of a stream counts. The replies of other subscribers are ignored.
+    Only acknowledgements from a stream are accepted. Replies from other subscribers are ignored.
 
-    * A stream that is missing, or full, uses up an attempt, and the retry policy applies.
-    * A message that is too large ends DEAD.
-    * While the server is away, or refuses the credentials, the handler rests, and no attempt is used up.
+    * If the stream is missing or full, the attempt counts, and the retry policy applies.
+    * A message that is too large becomes DEAD.
+    * While the server is unavailable or refuses the credentials, the handler's circuit is open, and no attempt counts.
 
-    Raises :class:`~outboxio.ConfigurationError` for an option or a template that makes no sense.
+    Raises :class:`~outboxio.ConfigurationError` for an invalid option or template.
 
     Example::
 
@@ -147,11 +147,11 @@ class NatsRelay(Relay):
         self._streams = None
         await self._connection.close()
 
-    async def publish(self, parcels: Sequence[Parcel]) -> Sequence[Verdict]:
-        """Publish messages together, and wait for all acknowledgements."""
+    async def publish(self, parcels: Sequence[Parcel]) -> Sequence[DeliveryResult]:
+        """Publish all messages, then wait for all acknowledgements."""
         await self.ensure_connected()  # another call may have closed the connection
         assert self._streams is not None
-        verdicts: list[Verdict] = [None] * len(parcels)
+        results: list[DeliveryResult] = [None] * len(parcels)
         places: list[int] = []
         outgoing: list[Outgoing] = []
         largest = self._largest - LARGEST_HEADERS
@@ -162,25 +162,25 @@ class NatsRelay(Relay):
             if self._stream is not None:
                 headers[EXPECTED_STREAM] = self._stream
             if len(body) > largest and (flaw := self._too_large(parcel, headers)) is not None:
-                verdicts[place] = flaw
+                results[place] = flaw
                 continue
             places.append(place)
             outgoing.append(Outgoing(parcel.destination, body, headers))
         answers = await self._streams.publish_checked(outgoing, self.publish_timeout)
         for place, answer in zip(places, answers, strict=True):
             if not isinstance(answer, str):
-                verdicts[place] = self._verdict(parcels[place], answer)
-        return verdicts
+                results[place] = self._result(parcels[place], answer)
+        return results
 
     def _too_large(self, parcel: Parcel, headers: Mapping[str, str]) -> Unprocessable | None:
-        """The server would close the connection for such a message, and with it fail all others."""
+        """Check the size first: for a larger message the server closes the connection, and all others fail too."""
         size = len(parcel.wire.body) + sum(len(name) + len(value) + 4 for name, value in headers.items()) + 14
         if size <= self._largest:
             return None
-        reason = f"makes a message of {size} bytes, and the server takes {self._largest}"
+        reason = f"results in a message of {size} bytes; the server accepts at most {self._largest}"
         return too_large(parcel, reason, "raise max_payload of the server")
 
-    def _verdict(self, parcel: Parcel, answer: Refusal | Exception) -> Exception:
+    def _result(self, parcel: Parcel, answer: Refusal | Exception) -> Exception:
         subject = parcel.destination
         if answer is nats_client.NO_STREAM:
             return NoStream(subject)
@@ -195,7 +195,7 @@ class NatsRelay(Relay):
             if self._connection.forbids(subject):
                 return NotPermitted(subject)
             return self.unavailable(
-                f"NATS has not acknowledged a message to {subject!r} within {self.publish_timeout:g} s"
+                f"NATS did not acknowledge a message to {subject!r} within {self.publish_timeout:g} s"
             )
         if isinstance(answer, nats.errors.BadSubjectError | nats.errors.BadHeaderError):
             return Unprocessable(f"event {parcel.message.id} cannot be published to {subject!r}: {answer}")
@@ -203,15 +203,15 @@ class NatsRelay(Relay):
 
 
 class PublishRefused(Exception):
-    """JetStream answered with an error, for example because the stream is full."""
+    """JetStream rejected a message, for example because the stream is full."""
 
 
 class PullFailed(ConnectionError):
-    """The server did not answer a pull, or answered with an error."""
+    """The server did not answer a pull request, or answered with an error."""
 
 
 class Delivery(Struct, frozen=True, gc=False):
-    """A message of the consumer, with its number in the stream, and its number among the deliveries."""
+    """A message of the consumer, with its stream sequence and its delivery number."""
 
     message: Msg
     sequence: int
@@ -219,12 +219,12 @@ class Delivery(Struct, frozen=True, gc=False):
 
 
 class Puller(nats_client.Replies):
-    """Pulls from one consumer, in batches, and starts no task for a message.
+    """Pulls batches from one consumer, without a task for each message.
 
-    A message belongs to the pull that waits, and messages keep the order of the stream.
+    A message belongs to the pending pull request, and messages keep the order of the stream.
 
-    A message counts only if its reply subject is that of an acknowledgement to this consumer. Anyone who knows the
-    subject of a pull could send others, and an acknowledgement would be published to a subject of the sender's choice.
+    A message is accepted only if its reply subject is an acknowledgement subject of this consumer. Anyone who knows the
+    subject of a pull request could send other messages, and would choose where the acknowledgement is published.
     """
 
     def __init__(self, client: Client, stream: str, durable: str) -> None:
@@ -239,16 +239,16 @@ class Puller(nats_client.Replies):
             r"\.\d+\.(\d+)\.(\d+)\.\d+\.\d+(?:\.[^.]+)*"
         ).fullmatch
         """Matches ``$JS.ACK.<stream>.<consumer>.<count>.<stream sequence>.<consumer sequence>.<time>.<pending>``, and
-        the form with domain and account in front."""
+        the form with a domain and an account hash."""
         self._has_warned = False
         self._ended: asyncio.Future[str] | None = None
 
     def lost(self) -> None:
-        """End the pull that waits: the connection is gone."""
+        """End the pending pull request: the connection is lost."""
         self._end("the connection is closed")
 
     async def fetch(self, most: int) -> list[Delivery]:
-        """The next messages, up to ``most``: those that are there, or else the first that comes within 0.5 s."""
+        """Return up to ``most`` available messages, or the first one that arrives within 0.5 s."""
         messages = await self._pull(most, {"batch": most, "no_wait": True}, 0)
         if not messages:
             messages = await self._pull(1, {"batch": 1, "expires": int(WAIT * 1e9)}, WAIT)
@@ -264,7 +264,7 @@ class Puller(nats_client.Replies):
             async with asyncio.timeout(wait + ANSWER):
                 problem = await self._ended
         except TimeoutError:
-            problem = f"the server has not answered a pull within {wait + ANSWER:g} s"
+            problem = f"the server did not answer a pull request within {wait + ANSWER:g} s"
         finally:
             self._ended = None
         messages, self._messages = self._messages, []
@@ -278,7 +278,7 @@ class Puller(nats_client.Replies):
             if message.subject == self._subject and status not in ("100",):
                 description = (message.headers or {}).get("Description", "")
                 is_usual = status in ("404", "408") or "completed" in description.lower()
-                self._end("" if is_usual else f"the server has refused a pull: {status} {description}")
+                self._end("" if is_usual else f"the server rejected a pull request: {status} {description}")
             return
         found = self._delivered(message.reply)
         if found is None:
@@ -292,8 +292,8 @@ class Puller(nats_client.Replies):
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "ignored a message on %s that JetStream has not delivered (reply subject %s); no further such message "
-                "of this connection is logged",
+                "ignored a message on %s that JetStream did not deliver (reply subject %s); further such messages "
+                "on this connection are not logged",
                 message.subject, briefly(message.reply),
             )  # fmt: skip
 
@@ -303,19 +303,19 @@ class Puller(nats_client.Replies):
 
 
 class NatsInbox(BrokerInbox):
-    """Stores the messages of a stream in the inbox of an outbox, each once.
+    """Stores the messages of a stream in the inbox of an outbox, each exactly once.
 
     ``servers``: as for :class:`NatsRelay`. ``stream``: the stream to read. ``durable``: the name of the consumer, which
-    keeps the position; the inbox makes a missing one. Processes with the same ``durable`` share the messages.
-    ``subject``: read only these subjects, wildcards allowed. ``start``: the first message for a new consumer, ``"all"``
-    or ``"new"``. ``ack_wait``: seconds after which the server delivers an unacknowledged message again. ``connect``:
-    keywords of ``nats.connect``. Further keywords: :class:`~outboxio.integrations.brokers.inbox.BrokerInbox`.
+    stores the position and is created if missing. Processes with the same ``durable`` share the messages. ``subject``:
+    read only matching subjects; wildcards are allowed. ``start``: where a new consumer starts, ``"all"`` or ``"new"``.
+    ``ack_wait``: seconds after which the server redelivers an unacknowledged message. ``connect``: options of
+    ``nats.connect``. All other options: :class:`~outboxio.integrations.brokers.inbox.BrokerInbox`.
 
-    ``ordered=True`` stores messages in the order of the stream, also after a crash: the inbox goes back to the first
-    unacknowledged message as soon as a message is missing. Let a single process run such an inbox.
+    ``ordered=True`` stores messages in the order of the stream, even after a crash: when a message is missing, the
+    inbox rewinds to the first unacknowledged one. Run such an inbox in a single process.
 
-    A message that can never be stored is ended (``term``): the server does not deliver the message again, the message
-    stays in the stream, and the log has its place.
+    A message that can never be stored is terminated (``term``): the server does not redeliver it, it stays in the
+    stream, and its position is logged.
 
     Example::
 
@@ -340,11 +340,15 @@ class NatsInbox(BrokerInbox):
         super().__init__(outbox, **options)
         for option, name in (("stream", stream), ("durable", durable)):
             if not name or set(name) & set(" .*>/\\"):
-                raise ConfigurationError(f"{option} is {briefly(name)}; expected a name without spaces and . * > / \\")
+                raise ConfigurationError(
+                    f"{option} is {briefly(name)}; expected a name without spaces or any of . * > / \\"
+                )
         if start not in ("all", "new"):
             raise ConfigurationError(f"start is {briefly(start)}; expected 'all' or 'new'")
         if ordered and start == "new":
-            raise ConfigurationError("ordered=True and start='new': going back could miss messages; use start='all'")
+            raise ConfigurationError(
+                "ordered=True with start='new' could miss messages when the inbox rewinds; use start='all'"
+            )
         self.stream = stream
         self.durable = durable
         self.place = f"stream {stream} ({durable})"
@@ -355,7 +359,7 @@ class NatsInbox(BrokerInbox):
         self._connection = NatsConnection(servers, connect, name=f"inbox of {self.place}")
         self._puller: Puller | None = None
         self._position = 0
-        """The number of the last message, as the consumer counts deliveries."""
+        """The delivery number of the last message."""
 
     async def connect(self) -> None:
         client = await self._connection.open()
@@ -390,13 +394,13 @@ class NatsInbox(BrokerInbox):
         return incoming_of(message.headers, message.data, fallback=fallback, escaped=True, raw=message)
 
     def _require_next(self, number: int) -> None:
-        """In an ordered inbox: connect again, and go back, unless the message is the next one."""
+        """In an ordered inbox, reconnect and rewind unless the message is the next one."""
         if number != self._position + 1:
-            raise ConnectionError(f"delivery {number} came after delivery {self._position}: the inbox goes back")
+            raise ConnectionError(f"delivery {number} arrived after delivery {self._position}: rewinding the consumer")
         self._position = number
 
     async def _find_consumer(self, client: Client) -> None:
-        """Make a missing consumer; in an ordered inbox make it anew if messages are unacknowledged."""
+        """Create a missing consumer. An ordered inbox recreates it if messages are unacknowledged."""
         jetstream = client.jsm()
         config = ConsumerConfig(
             name=self.durable,

@@ -1,7 +1,7 @@
-"""Prometheus: a collector over the statistics of an outbox, for prometheus-client.
+"""Prometheus: a collector for the statistics of an outbox, for prometheus-client.
 
-Nothing is called when an event is handled: the collector reads the present numbers at each scrape, from memory. So the
-collector may be read in any thread, as ``prometheus_client.start_http_server`` does.
+Handling an event has no extra cost: each scrape reads the current values from memory. The collector may be read in any
+thread, as ``prometheus_client.start_http_server`` does.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ CONTENT_TYPE = CONTENT_TYPE_LATEST
 class OutboxCollector(Collector):
     """Exports the metrics of outboxes from memory.
 
-    docs/reference/metrics.md lists the metrics. The process that fans out reads the numbers of the tables, such as
-    ``outboxio_due_age_seconds``, every 15 s, from the moment at which the first collector was made. All other processes
-    export no numbers of the tables. A process with several outboxes gives all outboxes to a single collector: a
-    registry refuses a second collector, because a metric may appear only once.
+    docs/reference/metrics.md lists the metrics. Metrics read from the tables, such as ``outboxio_due_age_seconds``, are
+    exported only by the process that runs the fan-out, which reads them every 15 s once a collector exists. If a
+    process has several outboxes, pass them all to one collector: a registry rejects a second collector, because metric
+    names must be unique.
 
     Example::
 
@@ -56,11 +56,11 @@ class OutboxCollector(Collector):
                 statistics.figures_wanted = True
 
     def describe(self) -> Iterable[Family]:
-        """The metrics without values: a registry then refuses names that are taken."""
+        """Return the metrics without values, so that a registry can reject duplicate names."""
         return [_family(metric) for metric in METRICS]
 
     def collect(self) -> Iterator[Family]:
-        """The metrics that have values now. Reads memory only."""
+        """Return the metrics that currently have values. Only reads memory."""
         families: dict[str, Any] = {}
         for namespace, shards in self._sources:
             for sample in measure(namespace, shards):
@@ -72,7 +72,7 @@ class OutboxCollector(Collector):
 
 
 def metrics_text(outbox: Outbox, *more: Outbox) -> bytes:
-    """The metrics in the text format of Prometheus, for a page ``/metrics`` with the type :data:`CONTENT_TYPE`.
+    """Return the metrics in Prometheus text format, for an endpoint ``/metrics`` of type :data:`CONTENT_TYPE`.
 
     Example::
 
@@ -100,7 +100,7 @@ def _add(family: Any, sample: Sample) -> None:
 
 
 def _cumulative(histogram: Histogram) -> list[tuple[str, int]]:
-    """The buckets as Prometheus wants them: each with the number of all values up to its bound."""
+    """Return cumulative buckets, as Prometheus requires: each counts all values up to its bound."""
     buckets: list[tuple[str, int]] = []
     total = 0
     for bound, number in zip((*map(str, histogram.bounds), "+Inf"), tuple(histogram.buckets), strict=True):

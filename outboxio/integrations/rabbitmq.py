@@ -13,10 +13,10 @@ from datetime import UTC
 from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
 from outboxio.errors import ConfigurationError, InvalidEvent, OutboxError, Unprocessable
-from outboxio.integrations.brokers.connection import CONNECT_TIMEOUT, Connection
+from outboxio.integrations.brokers.connection import CONNECT_TIMEOUT, BrokerConnection
 from outboxio.integrations.brokers.inbox import ANSWER, WAIT, BrokerInbox, InboxOptions, Incoming, incoming_of
 from outboxio.integrations.brokers.message import Template
-from outboxio.integrations.brokers.relay import Parcel, Relay, RelayOptions, Verdict, too_large
+from outboxio.integrations.brokers.relay import DeliveryResult, Parcel, Relay, RelayOptions, too_large
 from outboxio.support.text import briefly
 
 try:
@@ -37,17 +37,17 @@ if TYPE_CHECKING:
 __all__ = ["PublishRefused", "RabbitInbox", "RabbitRelay", "Unroutable"]
 
 LONGEST_NAME = 255  # bytes of a routing key and of the property type
-RESERVED = "amq."  # begins the names of queues that RabbitMQ makes: reply queues, and temporary queues of clients
+RESERVED = "amq."  # prefix of the queues that RabbitMQ creates: reply queues, and temporary queues of clients
 _TOO_LARGE = re.compile(r"larger than (?:configured )?max size (\d+)")
 _LOST = (OSError, TimeoutError, AMQPError)
-"""The errors of a connection or a channel that is gone."""
+"""The errors of a lost connection or channel."""
 
 Server = str | AbstractConnection
-"""A URL such as ``amqp://user:password@localhost/``, or a connection that the application has opened, and closes."""
+"""A URL such as ``amqp://user:password@localhost/``, or a connection that your application opens and closes."""
 
 
 class _ClosedIfRefused(aio_pika.Connection):
-    """Closes itself if it cannot connect. aio-pika would close it when it is collected, which fails in a thread."""
+    """Closes itself if it cannot connect. aio-pika closes it on garbage collection, which fails in a thread."""
 
     async def connect(self, timeout: float | None = None) -> None:
         try:
@@ -57,10 +57,10 @@ class _ClosedIfRefused(aio_pika.Connection):
             raise
 
 
-class _Connection(Connection):
-    """A connection with one channel. The options are keywords of ``aio_pika.connect``, such as ``ssl_context``.
+class _RabbitConnection(BrokerConnection):
+    """A connection with one channel. The options are those of ``aio_pika.connect``, such as ``ssl_context``.
 
-    The robust connection of aio-pika is not used: it lets a publisher wait without limit while it reconnects.
+    The robust connection of aio-pika is not used: while it reconnects, publishers wait without limit.
     """
 
     broker = "RabbitMQ"
@@ -77,7 +77,7 @@ class _Connection(Connection):
 
     @property
     def channel(self) -> Channel:
-        """The open channel; :class:`ConnectionError` if there is none."""
+        """The open channel. Raises :class:`ConnectionError` if there is none."""
         if self._underlay is None or not self.is_up:
             raise ConnectionError(self.reason())
         return self._underlay
@@ -102,7 +102,7 @@ class _Connection(Connection):
         return self.channel
 
     async def close(self) -> None:
-        """Close the channel, and a connection that was opened here."""
+        """Close the channel, and the connection if it was opened here."""
         connection, channel = self._connection, self._channel
         self._connection = self._channel = self._underlay = None
         if channel is not None and not channel.is_closed and not connection.is_closed:
@@ -112,38 +112,38 @@ class _Connection(Connection):
 
 
 class Unroutable(OutboxError):
-    """No queue takes a message. The message is sent again after the retry policy's wait."""
+    """No queue is bound for a message. It is retried as the retry policy says."""
 
     def __init__(self, exchange: str, routing_key: str) -> None:
         self.exchange = exchange
         self.routing_key = routing_key
         super().__init__(
-            f"no queue takes the routing key {routing_key!r} of the exchange {exchange!r}: bind a queue, or change "
-            "exchange= or routing_key= of the relay"
+            f"no queue receives the routing key {routing_key!r} from the exchange {exchange!r}: bind a queue, or "
+            "change exchange= or routing_key= of the relay"
         )
 
 
 class PublishRefused(OutboxError):
-    """RabbitMQ has refused a message, for example because a queue is full, or the exchange is missing."""
+    """RabbitMQ rejected a message, for example because a queue is full or the exchange is missing."""
 
 
 class RabbitRelay(Relay):
-    """Publishes events to an exchange of RabbitMQ, persistent, and each with a confirm of the broker.
+    """Publishes events to a RabbitMQ exchange as persistent messages, with publisher confirms.
 
-    ``server``: a URL, or an open connection of aio-pika, which the relay does not close. ``exchange``: an exchange that
-    exists; ``""`` is the default exchange, whose routing keys are names of queues. ``routing_key``: a template with the
-    fields ``{event_type}``, ``{model_type}``, ``{model_id}``, ``{namespace}`` and ``{key}``. ``connect``: keywords of
+    ``server``: a URL, or an open aio-pika connection, which the relay does not close. ``exchange``: an existing
+    exchange; ``""`` is the default exchange, whose routing keys are queue names. ``routing_key``: a template with the
+    fields ``{event_type}``, ``{model_type}``, ``{model_id}``, ``{namespace}`` and ``{key}``. ``connect``: options of
     ``aio_pika.connect``. ``options`` are those of all relays
     (:class:`~outboxio.integrations.brokers.relay.RelayOptions`).
 
-    The messages of a batch are published together, and their confirms come as RabbitMQ has stored the messages. With
-    ``ordered=True`` a message waits for the confirm of the message before with the same key.
+    The messages of a batch are published together, and RabbitMQ confirms each one when it is stored. With
+    ``ordered=True``, a message is published only after the previous message of its key is confirmed.
 
-    * A message that no queue takes uses up an attempt, and the retry policy applies. A missing exchange does, too.
-    * A message that is too large ends DEAD, and the rest of its batch is sent.
-    * While the broker is away, or refuses the credentials, the handler rests, and no attempt is used up.
+    * If no queue is bound for a message, or the exchange is missing, the attempt counts, and the retry policy applies.
+    * A message that is too large becomes DEAD, and the rest of its batch is sent.
+    * While the broker is unavailable or refuses the credentials, the handler's circuit is open, and no attempt counts.
 
-    Raises :class:`~outboxio.ConfigurationError` for an option or a template that makes no sense.
+    Raises :class:`~outboxio.ConfigurationError` for an invalid option or template.
 
     Example::
 
@@ -169,11 +169,11 @@ class RabbitRelay(Relay):
         if not exchange and template.example().startswith(RESERVED):
             raise ConfigurationError(
                 f"routing_key={routing_key!r} of the default exchange names a queue that belongs to RabbitMQ or to a "
-                "single client: name a queue that you have declared"
+                "single client: use a queue that you have declared"
             )
-        self._connection = _Connection(server, connect, name=f"relay {self.name!r}")
+        self._connection = _RabbitConnection(server, connect, name=f"relay {self.name!r}")
         self._largest: int | None = None
-        """The most bytes of a message, once RabbitMQ has refused one. The protocol has no request for the limit."""
+        """The size limit, known once RabbitMQ has rejected a message. The protocol cannot query it."""
 
     @property
     def is_up(self) -> bool:
@@ -186,40 +186,40 @@ class RabbitRelay(Relay):
                 await channel.exchange_declare(self._exchange, passive=True, timeout=self.publish_timeout)
             except AMQPChannelError as error:
                 raise PublishRefused(
-                    f"RabbitMQ refuses the exchange {self._exchange!r}: {error}; declare the exchange, or change "
+                    f"RabbitMQ refused the exchange {self._exchange!r}: {error}; declare the exchange, or change "
                     "exchange= of the relay"
                 ) from error
             except _LOST as error:
                 raise ConnectionError(self._connection.reason(error)) from error
 
     async def disconnect(self) -> None:
-        with suppress(*_LOST):  # the connection is gone anyway
+        with suppress(*_LOST):  # the connection is lost anyway
             async with asyncio.timeout(self.publish_timeout):
                 await self._connection.close()
 
-    async def publish(self, parcels: Sequence[Parcel]) -> Sequence[Verdict]:
-        """Publish messages together; again, if a message was too large and has taken the channel with it."""
+    async def publish(self, parcels: Sequence[Parcel]) -> Sequence[DeliveryResult]:
+        """Publish all messages. If one was too large, which closes the channel, publish the failed ones again."""
         limit = self._largest
-        verdicts = await self._publish_once(parcels)
+        results = await self._publish_once(parcels)
         if self._largest == limit:
-            return verdicts
-        again = [place for place, verdict in enumerate(verdicts) if verdict is not None]
+            return results
+        again = [place for place, result in enumerate(results) if result is not None]
         await self.leave()
-        for place, verdict in zip(again, await self._publish_once([parcels[i] for i in again]), strict=True):
-            verdicts[place] = verdict
-        return verdicts
+        for place, result in zip(again, await self._publish_once([parcels[i] for i in again]), strict=True):
+            results[place] = result
+        return results
 
-    async def _publish_once(self, parcels: Sequence[Parcel]) -> list[Verdict]:
-        await self.ensure_connected()  # a refused message closes the channel
+    async def _publish_once(self, parcels: Sequence[Parcel]) -> list[DeliveryResult]:
+        await self.ensure_connected()  # a rejected message closes the channel
         channel = self._connection.channel
-        verdicts = [self._flaw(parcel) for parcel in parcels]
+        results = [self._flaw(parcel) for parcel in parcels]
         tasks = {
             asyncio.ensure_future(self._send(channel, parcel)): place
             for place, parcel in enumerate(parcels)
-            if verdicts[place] is None
+            if results[place] is None
         }
         if not tasks:
-            return verdicts
+            return results
         try:
             _, late = await asyncio.wait(tasks, timeout=self.publish_timeout)
         finally:
@@ -227,16 +227,16 @@ class RabbitRelay(Relay):
                 task.cancel()
         for task, place in tasks.items():
             if task in late:
-                verdicts[place] = self.unavailable(
-                    f"RabbitMQ has not confirmed a message within {self.publish_timeout:g} s"
+                results[place] = self.unavailable(
+                    f"RabbitMQ did not confirm a message within {self.publish_timeout:g} s"
                 )
             elif task.cancelled():
-                verdicts[place] = self.unavailable(self._connection.reason())
+                results[place] = self.unavailable(self._connection.reason())
             else:
-                verdicts[place] = self._verdict(parcels[place], task.exception() or task.result())
+                results[place] = self._result(parcels[place], task.exception() or task.result())
         if late:
             await self.leave()
-        return verdicts
+        return results
 
     async def _send(self, channel: Channel, parcel: Parcel) -> Any:
         message, wire = parcel.message, parcel.wire
@@ -257,16 +257,16 @@ class RabbitRelay(Relay):
             wait=False,
         )
 
-    def _flaw(self, parcel: Parcel) -> Verdict:
-        """The reason not to send a message: RabbitMQ would close the channel, or the queue is not ours."""
+    def _flaw(self, parcel: Parcel) -> DeliveryResult:
+        """Return the reason not to send a message: RabbitMQ would close the channel, or the queue is reserved."""
         size = len(parcel.wire.body)
         if self._largest is not None and size > self._largest:
-            reason = f"makes a message of {size} bytes, and RabbitMQ takes {self._largest}"
+            reason = f"results in a message of {size} bytes; RabbitMQ accepts at most {self._largest}"
             return too_large(parcel, reason, "raise max_message_size of the broker")
         if not self._exchange and parcel.destination.startswith(RESERVED):
             return Unprocessable(
-                f"event {parcel.message.id} has the routing key {parcel.destination!r}, and such a queue of the "
-                "default exchange belongs to RabbitMQ or to a single client: begin routing_key= with a text"
+                f"event {parcel.message.id} has the routing key {parcel.destination!r}, but in the default exchange "
+                "a queue of that name belongs to RabbitMQ or to a single client: start routing_key= with a text"
             )
         if len(parcel.destination.encode()) > LONGEST_NAME:
             return Unprocessable(
@@ -275,7 +275,7 @@ class RabbitRelay(Relay):
             )
         return None
 
-    def _verdict(self, parcel: Parcel, answer: Any) -> Verdict:
+    def _result(self, parcel: Parcel, answer: Any) -> DeliveryResult:
         if isinstance(answer, DeliveredMessage | PublishError):
             return Unroutable(self._exchange, parcel.destination)
         if isinstance(answer, DeliveryError):
@@ -288,20 +288,22 @@ class RabbitRelay(Relay):
             return self.unavailable(self._connection.reason(answer))
         if isinstance(answer, spec.Basic.Ack):
             return None
-        return answer if isinstance(answer, Exception) else PublishRefused(f"RabbitMQ has answered {answer!r}")
+        return (
+            answer if isinstance(answer, Exception) else PublishRefused(f"unexpected answer from RabbitMQ: {answer!r}")
+        )
 
 
 class RabbitInbox(BrokerInbox):
-    """Stores the messages of a queue in the inbox of an outbox, each once.
+    """Stores the messages of a queue in the inbox of an outbox, each exactly once.
 
-    ``server``: as for :class:`RabbitRelay`. ``queue``: a queue that exists. Processes that read the same queue share
-    its messages. ``single=True`` reads the queue alone (an exclusive consumer), so that the order of the queue is kept.
-    ``connect``: keywords of ``aio_pika.connect``. Further keywords:
-    :class:`~outboxio.integrations.brokers.inbox.BrokerInbox`. RabbitMQ sends at most ``batch`` messages ahead.
+    ``server``: as for :class:`RabbitRelay`. ``queue``: an existing queue. Processes that read the same queue share its
+    messages. ``single=True`` makes the inbox the exclusive consumer, which keeps the order of the queue. ``connect``:
+    options of ``aio_pika.connect``. All other options:
+    :class:`~outboxio.integrations.brokers.inbox.BrokerInbox`. RabbitMQ prefetches at most ``batch`` messages.
 
-    A message needs an id, as the property ``message_id`` or as the attribute ``id`` of CloudEvents. A message that can
-    never be stored is rejected, and RabbitMQ moves the message to the dead letter exchange of the queue. RabbitMQ
-    **drops** a rejected message of a queue that has no dead letter exchange: give the queue one.
+    A message needs an id: the property ``message_id``, or the CloudEvents attribute ``id``. A message that can never be
+    stored is rejected, and RabbitMQ moves it to the queue's dead letter exchange. If the queue has no dead letter
+    exchange, RabbitMQ **drops** the message, so configure one.
 
     Example::
 
@@ -325,11 +327,11 @@ class RabbitInbox(BrokerInbox):
         self.queue = queue
         self.place = f"queue {queue}"
         self._single = single
-        self._connection = _Connection(server, connect, name=f"inbox of {self.place}")
+        self._connection = _RabbitConnection(server, connect, name=f"inbox of {self.place}")
         self._consumer = ""
         self._waiting: asyncio.Queue[DeliveredMessage] = asyncio.Queue()
         self._last = 0
-        """The number of the last fetched message of the channel. Messages before it are settled at the next fetch."""
+        """The delivery tag of the last fetched message. Earlier messages are settled by the next fetch."""
         self._floor = 0
 
     async def connect(self) -> None:
@@ -340,7 +342,7 @@ class RabbitInbox(BrokerInbox):
         try:
             consuming = await channel.basic_consume(self.queue, self._waiting.put, exclusive=self._single)
         except AMQPChannelError as error:
-            raise ConnectionError(f"RabbitMQ refuses the queue {self.queue!r}: {error}") from error
+            raise ConnectionError(f"RabbitMQ refused the queue {self.queue!r}: {error}") from error
         self._consumer = str(consuming.consumer_tag)
 
     async def disconnect(self) -> None:
@@ -355,7 +357,9 @@ class RabbitInbox(BrokerInbox):
                 messages = [await self._waiting.get()]
         except TimeoutError:
             if self._consumer not in channel.consumers:
-                raise ConnectionError(f"RabbitMQ has ended the consumer: the queue {self.queue!r} is gone") from None
+                raise ConnectionError(
+                    f"RabbitMQ cancelled the consumer: the queue {self.queue!r} no longer exists"
+                ) from None
             return ()
         while len(messages) < most and not self._waiting.empty():
             messages.append(self._waiting.get_nowait())
@@ -365,7 +369,7 @@ class RabbitInbox(BrokerInbox):
     async def acknowledge(self, messages: Sequence[Incoming]) -> None:
         channel = self._connection.channel
         last = _number(messages[-1].raw)
-        if last - self._floor == len(messages):  # no message between them is still to be refused
+        if last - self._floor == len(messages):  # no message in between remains to be rejected
             await channel.basic_ack(last, multiple=True)
             return
         for message in messages:
@@ -382,12 +386,12 @@ class RabbitInbox(BrokerInbox):
         if not found.id and found.flaw is None:
             found.flaw = InvalidEvent(
                 f"a message of the queue {self.queue!r}",
-                "it has no id, so that a repetition could not be recognized: send the property message_id",
+                "it has no id, so a duplicate could not be detected: set the property message_id",
             )
         return found
 
 
 def _number(message: DeliveredMessage) -> int:
     tag = message.delivery_tag
-    assert tag is not None, "RabbitMQ numbers each delivery"
+    assert tag is not None, "every RabbitMQ delivery has a tag"
     return tag

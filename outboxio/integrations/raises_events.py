@@ -12,12 +12,12 @@ listen()
 
 
 class RaisesEvents:
-    """A mixin for declarative models: an object raises events, and a flush of its session gives them to the outbox.
+    """A mixin for declarative models whose objects raise events, which are passed to the outbox at the next flush.
 
-    The session is ``tx.session`` of an action, or a session with ``outbox.bind(session)``. The events of all objects of
-    a session are written in the order in which the objects raised the events, and commit with the rows. A rollback
-    drops the events, and a savepoint that is rolled back drops the events that were raised within. Events of an object
-    that is in no session stay with the object, and are taken in when the object is added to a session.
+    The session is the ``tx.session`` of an action, or a session with ``outbox.bind(session)``. Events of all objects in
+    a session are written in the order in which they were raised, and commit together with the rows. A rollback discards
+    them; rolling back a savepoint discards the events raised within it. An object that is not in a session keeps its
+    events until it is added to one.
 
     Example::
 
@@ -43,9 +43,9 @@ class RaisesEvents:
     ) -> None:
         """Raise an event. The parameters are those of ``tx.emit``.
 
-        ``model_id`` and ``model_type`` are by default the primary key of the object after the flush, and the name of
-        its class. The flush raises :class:`InvalidEvent` if the event cannot be stored, and :class:`ConfigurationError`
-        if the session has no outbox. Raises :class:`TransactionError` in a session whose transaction has failed.
+        By default, ``model_id`` is the object's primary key after the flush, and ``model_type`` is its class name. The
+        flush raises :class:`InvalidEvent` if the event cannot be stored, and :class:`ConfigurationError` if the session
+        has no outbox. Raises :class:`TransactionError` if the session's transaction has failed.
         """
         options: dict[str, Any] = {
             "model_id": model_id, "model_type": model_type, "ordering_key": ordering_key, "topic": topic,

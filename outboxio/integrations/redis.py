@@ -15,10 +15,10 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ClassVar, Unpack, cast
 
 from outboxio.errors import ConfigurationError, InvalidEvent, OutboxError
-from outboxio.integrations.brokers.connection import CONNECT_TIMEOUT, Connection
+from outboxio.integrations.brokers.connection import CONNECT_TIMEOUT, BrokerConnection
 from outboxio.integrations.brokers.inbox import ANSWER, WAIT, BrokerInbox, InboxOptions, Incoming, incoming_of
 from outboxio.integrations.brokers.message import Template
-from outboxio.integrations.brokers.relay import Parcel, Relay, RelayOptions, Verdict, too_large
+from outboxio.integrations.brokers.relay import DeliveryResult, Parcel, Relay, RelayOptions, too_large
 from outboxio.support.text import briefly, without_passwords
 
 try:
@@ -36,23 +36,23 @@ __all__ = ["AppendRefused", "RedisInbox", "RedisRelay"]
 
 LARGEST_VALUE = 512 * 2**20  # bytes, unless Redis reports a different proto-max-bulk-len
 REMEMBERS_IDS = (8, 6)
-"""The first version of Redis whose XADD takes the id of a message, and appends a repeated id once."""
+"""The first version of Redis whose XADD deduplicates messages by id."""
 _AWAY = ("OOM", "LOADING", "READONLY", "MASTERDOWN", "CLUSTERDOWN", "MISCONF", "NOREPLICAS", "TRYAGAIN")
 _LOST = (OSError, TimeoutError, RedisError)
-"""The errors of a connection that is gone, or that Redis refuses."""
+"""The errors of a connection that is lost, or that Redis refuses."""
 _is_id = re.compile(r"\d+-\d+").fullmatch  # the id of an appended message
 
 Server = str | aioredis.Redis
-"""A URL such as ``redis://:password@localhost:6379/0``, or a client that the application has made, and closes."""
+"""A URL such as ``redis://:password@localhost:6379/0``, or a client that your application creates and closes."""
 
 Fields = Mapping[bytes, bytes]
 Entry = tuple[bytes, Fields | None]
 
 
-class _Connection(Connection):
-    """A client that connects anew after a failure, and does not repeat commands by itself.
+class _RedisConnection(BrokerConnection):
+    """A client that reconnects after a failure, and does not retry commands.
 
-    The options are keywords of ``redis.asyncio.from_url``, such as ``ssl_ca_certs``.
+    The options are those of ``redis.asyncio.from_url``, such as ``ssl_ca_certs``.
     """
 
     broker = "Redis"
@@ -67,54 +67,55 @@ class _Connection(Connection):
         return self._client
 
     async def open(self, timeout: float) -> None:
-        """Connect; ``timeout`` is the number of seconds that an answer may take.
+        """Connect. ``timeout`` is how long Redis may take to answer, in seconds.
 
         Raises :class:`ConnectionError` with the reason: no server, credentials, or a certificate.
         """
         if self.is_given:
             self._client = self.server
         else:
-            # Without retries of the client: a repeated XADD could append twice, and out of order.
+            # No retries by the client: a repeated XADD could append a message twice, or out of order.
             retry, connect = Retry(NoBackoff(), 0), CONNECT_TIMEOUT
             options = {"retry": retry, "socket_connect_timeout": connect, "socket_timeout": timeout, **self.options}
             try:
                 self._client = aioredis.from_url(self.server, **options)
             except ValueError as error:
                 url = without_passwords(self.server)
-                raise ConfigurationError(f"server={url!r} is no URL of Redis: {error}") from error
+                raise ConfigurationError(f"server={url!r} is not a Redis URL: {error}") from error
         try:
             await self.client.ping()
         except _LOST as error:
             raise ConnectionError(self.reason(error)) from error
 
     async def close(self) -> None:
-        """Close a client that :meth:`open` made."""
+        """Close the client, if :meth:`open` created it."""
         found, self._client = self._client, None
         if found is not None and not self.is_given:
             await found.aclose()
 
 
 class AppendRefused(OutboxError):
-    """Redis has refused a message, for example because the key holds no stream."""
+    """Redis rejected a message, for example because the key does not hold a stream."""
 
 
 class RedisRelay(Relay):
-    """Appends events to a stream of Redis, with an answer for each message.
+    """Appends events to a Redis stream.
 
     ``server``: a URL, or a client of redis-py (``redis.asyncio``), which the relay does not close. ``stream``: the key
     of the stream, a template with the fields ``{event_type}``, ``{model_type}``, ``{model_id}``, ``{namespace}`` and
-    ``{key}``. ``maxlen``: about how many messages a stream keeps; Redis removes older messages, **read or not**.
-    ``None`` keeps all. ``connect``: keywords of ``redis.asyncio.from_url``. ``options`` are those of all relays
+    ``{key}``. ``maxlen``: the approximate length of a stream; Redis removes older messages, **read or not**. ``None``
+    keeps all. ``connect``: options of ``redis.asyncio.from_url``. ``options`` are those of all relays
     (:class:`~outboxio.integrations.brokers.relay.RelayOptions`).
 
-    The messages of a batch go in one pipeline. Redis 8.6 and newer append a message that is sent again once (``IDMP``).
-    With ``ordered=True`` a message waits for the answer to the message before with the same key.
+    The messages of a batch are sent in one pipeline. Redis 8.6 and later deduplicates retried messages (``IDMP``). With
+    ``ordered=True``, a message is sent only after the previous message of its key has been appended.
 
-    * A message that Redis refuses uses up an attempt, and the retry policy applies.
-    * A message that is too large ends DEAD.
-    * While Redis is away, refuses the credentials, or is out of memory, the handler rests, and no attempt is used up.
+    * If Redis rejects a message, the attempt counts, and the retry policy applies.
+    * A message that is too large becomes DEAD.
+    * While Redis is unavailable, refuses the credentials, or is out of memory, the handler's circuit is open, and no
+      attempt counts.
 
-    Raises :class:`~outboxio.ConfigurationError` for an option or a template that makes no sense.
+    Raises :class:`~outboxio.ConfigurationError` for an invalid option or template.
 
     Example::
 
@@ -138,7 +139,7 @@ class RedisRelay(Relay):
         if maxlen is not None and (not isinstance(maxlen, int) or maxlen < 1):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not be typed
             raise ConfigurationError(f"maxlen is {briefly(maxlen)}; expected a whole number from 1, or None")
         self._maxlen = maxlen
-        self._connection = _Connection(server, connect, name=f"relay {self.name!r}")
+        self._connection = _RedisConnection(server, connect, name=f"relay {self.name!r}")
         self._largest = LARGEST_VALUE
         self._remembers_ids = False
 
@@ -147,7 +148,7 @@ class RedisRelay(Relay):
         client = self._connection.client
         server: dict[str, Any] = {}
         limits: dict[str, Any] = {}
-        with suppress(ResponseError):  # the user may not read it; then Redis is taken for an older version
+        with suppress(ResponseError):  # without the permission, assume an older version
             server = await client.info("server")
         with suppress(ResponseError):  # many hosts forbid CONFIG
             limits = await client.config_get("proto-max-bulk-len")
@@ -157,11 +158,11 @@ class RedisRelay(Relay):
     async def disconnect(self) -> None:
         await self._connection.close()
 
-    async def publish(self, parcels: Sequence[Parcel]) -> Sequence[Verdict]:
-        verdicts: list[Verdict] = [self._flaw(parcel) for parcel in parcels]
-        places = [place for place, flaw in enumerate(verdicts) if flaw is None]
+    async def publish(self, parcels: Sequence[Parcel]) -> Sequence[DeliveryResult]:
+        results: list[DeliveryResult] = [self._flaw(parcel) for parcel in parcels]
+        places = [place for place, flaw in enumerate(results) if flaw is None]
         if not places:
-            return verdicts
+            return results
         try:
             async with self._connection.client.pipeline(transaction=False) as pipeline:
                 for place in places:
@@ -171,8 +172,8 @@ class RedisRelay(Relay):
             raise ConnectionError(self._connection.reason(error)) from error
         for place, answer in zip(places, answers, strict=True):
             if not _is_id(answer.decode() if isinstance(answer, bytes) else str(answer)):
-                verdicts[place] = self._verdict(parcels[place], answer)
-        return verdicts
+                results[place] = self._result(parcels[place], answer)
+        return results
 
     def _command(self, parcel: Parcel) -> list[str | bytes | int]:
         message, wire = parcel.message, parcel.wire
@@ -183,28 +184,26 @@ class RedisRelay(Relay):
             "XADD", parcel.destination, *once, *trim, "*", *fields, "content-type", wire.content_type, "data", wire.body
         ]  # fmt: skip
 
-    def _flaw(self, parcel: Parcel) -> Verdict:
-        """The reason why Redis would close the connection for a message, and with it fail all others."""
+    def _flaw(self, parcel: Parcel) -> DeliveryResult:
+        """Check the size first: for a larger message Redis closes the connection, and all others fail too."""
         size = len(parcel.wire.body)
         if size <= self._largest:
             return None
-        reason = f"has {size} bytes, and Redis takes {self._largest}"
+        reason = f"has {size} bytes; Redis accepts at most {self._largest}"
         return too_large(parcel, reason, "raise proto-max-bulk-len of Redis")
 
-    def _verdict(self, parcel: Parcel, answer: Any) -> Exception:
+    def _result(self, parcel: Parcel, answer: Any) -> Exception:
         text = str(answer)
-        if not isinstance(answer, Exception):  # QUEUED, if the application has left a transaction open on its client
-            return AppendRefused(
-                f"Redis has not answered with the id of a message in the stream {parcel.destination!r}: {text}"
-            )
+        if not isinstance(answer, Exception):  # QUEUED, if your application left a transaction open on its client
+            return AppendRefused(f"Redis did not return a message id for the stream {parcel.destination!r}: {text}")
         if not isinstance(answer, ResponseError) or text.startswith(_AWAY) or type(answer) is not ResponseError:
             return self.unavailable(self._connection.reason(answer))
-        hint = ": the key holds no stream; remove the key, or change stream=" if "WRONGTYPE" in text else ""
+        hint = ": the key does not hold a stream; delete the key, or change stream=" if "WRONGTYPE" in text else ""
         return AppendRefused(f"Redis refused a message to the stream {parcel.destination!r}: {text}{hint}")
 
 
 def version_of(version: str) -> tuple[int, ...]:
-    """The numbers of a version.
+    """Parse a version into its numbers.
 
     Example::
 
@@ -214,17 +213,17 @@ def version_of(version: str) -> tuple[int, ...]:
 
 
 class RedisInbox(BrokerInbox):
-    """Stores the messages of a stream in the inbox of an outbox, each once.
+    """Stores the messages of a stream in the inbox of an outbox, each exactly once.
 
-    ``server``: as for :class:`RedisRelay`; a client that is given must not decode answers. ``stream``: the key of the
-    stream. ``group``: the consumer group, which keeps the position; the inbox makes a missing group, from the first
-    message. Processes with the same ``group`` share the messages. ``claim_after``: seconds after which a message that
-    another process has left unacknowledged is taken over. ``consumer``: the name in the group, by default a new one.
-    ``connect``: keywords of ``redis.asyncio.from_url``. Further keywords:
+    ``server``: as for :class:`RedisRelay`; your own client must not decode responses. ``stream``: the key of the
+    stream. ``group``: the consumer group, which stores the position; a missing group is created and starts at the first
+    message. Processes with the same ``group`` share the messages. ``claim_after``: seconds after which messages that
+    another process left unacknowledged are taken over. ``consumer``: the consumer name in the group, unique by default.
+    ``connect``: options of ``redis.asyncio.from_url``. All other options:
     :class:`~outboxio.integrations.brokers.inbox.BrokerInbox`.
 
     A message that can never be stored is moved to the stream ``<stream>.dead``, with the reason in the field
-    ``outboxio_reason``. Let a single process with a fixed ``consumer`` read a stream whose order matters.
+    ``outboxio_reason``. If the order matters, read the stream in a single process with a fixed ``consumer``.
 
     Example::
 
@@ -249,16 +248,16 @@ class RedisInbox(BrokerInbox):
             if not name:
                 raise ConfigurationError(f"{option} is {briefly(name)}; expected a name")
         if claim_after <= 0:
-            raise ConfigurationError(f"claim_after is {briefly(claim_after)}; expected seconds above 0")
+            raise ConfigurationError(f"claim_after is {briefly(claim_after)}; expected a positive number of seconds")
         self.stream = stream
         self.group = group
         self.place = f"stream {stream} ({group})"
         self.consumer = consumer or f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self._is_passing = consumer is None
         self._claim_after = claim_after
-        self._connection = _Connection(server, connect, name=f"inbox of {self.place}")
+        self._connection = _RedisConnection(server, connect, name=f"inbox of {self.place}")
         self._has_old = True
-        """True while messages may be left that this consumer has fetched and not acknowledged."""
+        """True while this consumer may have fetched messages that it has not acknowledged."""
         self._claims_at = 0.0
         self._cursor: bytes | str = "0-0"
 
@@ -291,12 +290,14 @@ class RedisInbox(BrokerInbox):
         number, fields = message.raw
         parts: list[bytes] = [part for field in cast("Fields", fields or {}).items() for part in field]
         why = ("outboxio_stream", self.stream, "outboxio_entry", number, "outboxio_reason", error.without_value)
-        # Not in a transaction: Redis would acknowledge although it has refused to append, as to a key of another type.
+        # Not in a transaction: Redis would acknowledge even if XADD fails, such as for a key of another type.
         client, dead = self._connection.client, f"{self.stream}.dead"
         try:
             await client.execute_command("XADD", dead, "*", *parts, *why)
         except ResponseError as refusal:
-            raise ConnectionError(f"Redis does not append message {message.place} to {dead!r}: {refusal}") from refusal
+            raise ConnectionError(
+                f"Redis refused to append message {message.place} to {dead!r}: {refusal}"
+            ) from refusal
         await client.xack(self.stream, self.group, number)
 
     async def _own_old(self, most: int) -> list[Entry]:
@@ -305,7 +306,7 @@ class RedisInbox(BrokerInbox):
         return entries
 
     async def _left_by_others(self, most: int) -> list[Entry]:
-        """Messages of consumers that have died. They are looked for twice in ``claim_after``."""
+        """Claim messages of dead consumers. Checked twice per ``claim_after``."""
         if time.monotonic() < self._claims_at:
             return []
         client = self._connection.client
@@ -329,17 +330,21 @@ class RedisInbox(BrokerInbox):
         return _entries(stream[1])
 
     async def _leave_group(self) -> None:
-        """Remove the consumer, unless messages are unacknowledged: Redis would forget these."""
+        """Remove the consumer, unless it has unacknowledged messages, which Redis would lose track of."""
         client = self._connection.client
         if not await client.xpending_range(self.stream, self.group, "-", "+", 1, consumername=self.consumer):
             await client.xgroup_delconsumer(self.stream, self.group, self.consumer)
 
     def _incoming(self, entry: Entry) -> Incoming:
-        number, given = entry
+        number, found = entry
         id = f"{self.stream}/{number.decode()}"
-        if given is None:  # removed from the stream by MAXLEN or XDEL before the inbox has read the message
-            return Incoming(place=id, raw=entry, flaw=InvalidEvent(f"message {id!r}", "the stream has removed it"))
-        fields = dict(given)
+        if found is None:  # removed from the stream by MAXLEN or XDEL before the inbox has read the message
+            return Incoming(
+                place=id,
+                raw=entry,
+                flaw=InvalidEvent(f"message {id!r}", "it was removed from the stream before it was read"),
+            )
+        fields = dict(found)
         body = fields.pop(b"data", None)
         if body is None:
             flaw = InvalidEvent(f"message {id!r}", "it has no field 'data' with the JSON of the event")
@@ -349,7 +354,7 @@ class RedisInbox(BrokerInbox):
 
 
 def _entries(found: Any) -> list[Entry]:
-    """Entries as pairs of id and fields, whichever protocol and parser of the client."""
+    """Normalize entries to pairs of id and fields, for every protocol version and parser of the client."""
     entries: list[Entry] = []
     for each in found:
         if each is None or each[0] is None:  # Redis 6.2: claimed, and removed from the stream

@@ -1,6 +1,6 @@
-"""Sentry: an issue for each notification that is given up, and spans of written events and of runs.
+"""Sentry: an issue for each notification that fails permanently, and spans for written events and handler runs.
 
-``sentry_sdk.init(integrations=[OutboxIntegration()])`` is enough for every outbox of the process, made before or after.
+``sentry_sdk.init(integrations=[OutboxIntegration()])`` covers every outbox of the process, created before or after.
 """
 
 from __future__ import annotations
@@ -46,24 +46,24 @@ ORIGIN = "auto.queue.outboxio"
 TRACE, BAGGAGE = "sentry-trace", "baggage"
 _OWN_HEADERS = (TRACE, BAGGAGE)
 _SENTRYS_BAGGAGE = "sentry-"
-_LOGS_FAILURES = "outboxio.runs.judge"  # every failure that is logged here is an issue, or will be retried
-_MOST_TOLD = 1000  # notifications with a failed hook that a process remembers
+_LOGS_FAILURES = "outboxio.runs.failure_classifier"  # every failure logged here is an issue, or will be retried
+_MOST_HOOKS = 1000  # notifications with a failed hook that a process remembers
 
 
 class OutboxIntegration(Integration, Telemetry):
     """Issues and spans in Sentry, for ``sentry_sdk.init(integrations=[OutboxIntegration()])``.
 
-    A notification that ends DEAD, or EXPIRED after a failure, is an issue: grouped by handler and type of the error.
-    A retry is no issue; ``issue_at_attempt=3`` makes an issue of the third failed attempt as well.
+    A notification that becomes DEAD, or EXPIRED after a failure, creates an issue, grouped by handler and error type.
+    Retries create no issues; ``issue_at_attempt=3`` also creates one for the third failed attempt.
 
-    ``spans``: a transaction for each run (``queue.process``), and a span for written events (``queue.publish``), if
-    tracing is enabled in Sentry. ``propagate_traces=True`` stores ``sentry-trace`` and ``baggage`` with each event, so
-    that a run belongs to the trace of the request.
+    ``spans``: create a transaction for each run (``queue.process``) and a span for written events (``queue.publish``),
+    if tracing is enabled in Sentry. ``propagate_traces=True`` stores ``sentry-trace`` and ``baggage`` with each event,
+    so that a run belongs to the trace of the request.
 
-    The text of an error is redacted as by ``Outbox(redact=...)``. Sentry's option ``include_local_variables`` is on by
-    default, and shows the variables of your handler.
+    Error texts are redacted as configured by ``Outbox(redact=...)``. Sentry's option ``include_local_variables``, on by
+    default, shows the local variables of your handlers.
 
-    Raises :class:`ConfigurationError` for an ``issue_at_attempt`` that is no number from 1.
+    Raises :class:`ConfigurationError` if ``issue_at_attempt`` is not a positive integer.
 
     Example::
 
@@ -75,9 +75,9 @@ class OutboxIntegration(Integration, Telemetry):
     def __init__(
         self, *, issue_at_attempt: int | None = None, spans: bool = True, propagate_traces: bool = False
     ) -> None:
-        given: Any = issue_at_attempt  # callers may not be typed
-        if given is not None and (not isinstance(given, int) or isinstance(given, bool) or given < 1):
-            raise ConfigurationError(f"issue_at_attempt is {briefly(given)}; expected a whole number from 1, or None")
+        attempt: Any = issue_at_attempt  # callers may not be typed
+        if attempt is not None and (not isinstance(attempt, int) or isinstance(attempt, bool) or attempt < 1):
+            raise ConfigurationError(f"issue_at_attempt is {briefly(attempt)}; expected a whole number from 1, or None")
         self.issue_at_attempt = issue_at_attempt
         self.spans = spans
         self.propagate_traces = propagate_traces
@@ -85,13 +85,13 @@ class OutboxIntegration(Integration, Telemetry):
 
     @staticmethod
     def setup_once() -> None:
-        """See the SDK. The outbox asks for the options of the client at every use."""
+        """Called by the SDK. The client's options are read at every use."""
         use_in_process(_OfProcess())
 
     def is_first_failure_of_hook(self, notification_id: UUID) -> bool:
-        """True if this process remembers no failed hook of the notification."""
+        """True if no earlier failure of the notification's hook is known to this process."""
         is_first = notification_id not in self._with_failed_hooks
-        if len(self._with_failed_hooks) >= _MOST_TOLD:
+        if len(self._with_failed_hooks) >= _MOST_HOOKS:
             self._with_failed_hooks.clear()
         self._with_failed_hooks.add(notification_id)
         return is_first
@@ -119,17 +119,17 @@ class OutboxIntegration(Integration, Telemetry):
 
 
 class _OfProcess(Telemetry):
-    """The integration of the present client, for outboxes without an integration of their own."""
+    """The integration of the current client, for outboxes without their own integration."""
 
     def yields_to(self, given: Telemetry) -> bool:
         return isinstance(given, OutboxIntegration)
 
     def sending(self, shard: str, action: ActionRecord, events: Sequence[EventRecord]) -> Sending:
-        integration = _present()
+        integration = _current()
         return SENDING if integration is None else integration.sending(shard, action, events)
 
     def handling(self, namespace: str, shard: str, clock: Clock, *, inline: bool) -> HandlingTelemetry | None:
-        integration = _present()
+        integration = _current()
         return None if integration is None else integration.handling(namespace, shard, clock, inline=inline)
 
 
@@ -161,8 +161,8 @@ class _Publish(Sending):
         if not headers:
             return action
         if BAGGAGE in headers and action.headers is not None:
-            foreign = _foreign(decode_object(action.headers.encode()).get(BAGGAGE))
-            headers[BAGGAGE] = ",".join([*foreign, headers[BAGGAGE]])
+            others = _other_items(decode_object(action.headers.encode()).get(BAGGAGE))
+            headers[BAGGAGE] = ",".join([*others, headers[BAGGAGE]])
         return replace(action, headers=with_trace(action.headers, headers, _OWN_HEADERS))
 
 
@@ -220,7 +220,7 @@ class _Handling(HandlingTelemetry):
         sentry_sdk.capture_event(event, hint=hint)
 
     def _is_issue(self, row: Notification, outcome: Outcome) -> bool:
-        """True if the row is given up, at the chosen attempt, and at the first failure of a hook."""
+        """True for a permanent failure, for the configured attempt, and for the first failure of a hook."""
         if row.state == DYING:
             return self._options.is_first_failure_of_hook(row.id) or outcome.state is State.DEAD
         if outcome.state is not State.FAILED:
@@ -275,12 +275,12 @@ class _Process(Call):
         self._stack.__exit__(kind, error, trace)
 
 
-def _present() -> OutboxIntegration | None:
+def _current() -> OutboxIntegration | None:
     return sentry_sdk.get_client().get_integration(OutboxIntegration)
 
 
 def _makes_spans() -> bool:
-    """True if tracing is enabled, with transactions: spans that are streamed have a different interface."""
+    """True if tracing with transactions is enabled; streamed spans have a different interface."""
     options: Mapping[str, Any] = sentry_sdk.get_client().options
     if options.get("traces_sample_rate") is None and options.get("traces_sampler") is None:
         return False
@@ -293,7 +293,7 @@ def _name_of(handler: CalledHandler, row: Notification) -> str:
 
 
 def _facts_of(row: Notification) -> dict[str, Any]:
-    """The context of an issue. The payload is left out."""
+    """Return the context of an issue, without the payload."""
     facts: dict[str, Any] = {"notification_id": str(row.id), "attempt": row.attempts + 1}
     if row.has_context:
         context = row.context
@@ -305,8 +305,8 @@ def _facts_of(row: Notification) -> dict[str, Any]:
     return facts
 
 
-def _foreign(baggage: object) -> list[str]:
-    """The items of a baggage that are not Sentry's."""
+def _other_items(baggage: object) -> list[str]:
+    """Return the baggage items that are not Sentry's."""
     if not isinstance(baggage, str):
         return []
     items = [item.strip() for item in baggage.split(",")]

@@ -1,8 +1,8 @@
 """Events of SQLAlchemy sessions: kept until just before the COMMIT of the session, and dropped by a rollback.
 
-The listeners are on the class ``Session``, once for the process: a listener for each session would cost more than the
-events. Sessions without events of outboxio have no entry in ``Session.info``, and the listeners return at once. The
-outbox knows no session, so a session is garbage as soon as the application forgets the session.
+The listeners are registered once per process, on the class ``Session``: listeners on each session would cost more than
+the events. A session without outboxio events has no entry in ``Session.info``, and the listeners return at once. The
+outbox holds no reference to a session, so a session is garbage-collected once your application drops it.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _COMMIT = "outboxio.commit"  # in Session.info: the commit of a session, with or
 
 
 class Sink(Protocol):
-    """The place to which the events of a session go: the transaction of an action, or a buffer."""
+    """Where the events of a session go: the transaction of an action, or a buffer."""
 
     @property
     def events(self) -> list[Any]:
-        """The events that no statement has written yet. A savepoint that is rolled back removes the last events."""
+        """The events that no statement has written yet. Rolling back a savepoint removes the last events."""
         ...
 
     def emit(self, event: AnyEvent, **options: Any) -> None: ...
@@ -44,11 +44,11 @@ class Sink(Protocol):
         ...
 
     def committed(self) -> None:
-        """The transaction of the session has committed."""
+        """Called when the transaction of the session has committed."""
         ...
 
     def ended(self) -> None:
-        """The transaction of the session has ended: no event of the transaction is left to write."""
+        """Called when the transaction of the session has ended and has no event left to write."""
         ...
 
 
@@ -66,10 +66,10 @@ class Emits(Protocol):
 
 
 class Raised:
-    """An event that an object of a session has raised, and that waits for a flush."""
+    """An event raised by an object of a session, waiting for a flush."""
 
     def __init__(self, number: int, instance: object, event: AnyEvent, options: dict[str, Any]) -> None:
-        """``instance``: ``None`` while the object is in no session."""
+        """``instance``: ``None`` while the object is not in a session."""
         self.number = number
         self.instance = instance
         self.event = event
@@ -77,7 +77,7 @@ class Raised:
 
 
 class _Commit:
-    """The commits and releases that SQLAlchemy has announced to a session, and that have not succeeded."""
+    """The commits and releases of a session that SQLAlchemy has announced, but that have not succeeded."""
 
     def __init__(self, announced: int) -> None:
         self.announced = announced
@@ -92,15 +92,15 @@ class _Commit:
 class _Savepoint(NamedTuple):
     transaction: SessionTransaction
     emitted: int
-    """The number of events that were emitted before the savepoint, and are not written yet."""
+    """The number of events that were emitted before the savepoint and are not written yet."""
     raised: tuple[Raised, ...]
-    """The events that were raised before the savepoint, and are not emitted yet."""
+    """The events that were raised before the savepoint and are not emitted yet."""
 
 
 class SessionEvents:
     """The events of a session, in the open transaction.
 
-    Events are written while no savepoint is open, so that no savepoint can take away an event from outside of it.
+    Events are written only while no savepoint is open, so that no savepoint can roll back an event from outside it.
     """
 
     def __init__(self, session: Session) -> None:
@@ -108,15 +108,15 @@ class SessionEvents:
         self.raised: list[Raised] = []
         self._root = session.get_transaction()
         self._savepoints = [_Savepoint(each, 0, ()) for each in _savepoints_of(session)]
-        """The open savepoints, from the outermost."""
+        """The open savepoints, outermost first."""
 
     def require_writable(self, session: Session, call: str) -> None:
         """Raise :class:`TransactionError` if the COMMIT that is running could not write an event."""
         self._follow(session)
         if _is_committing(session) and not in_greenlet():
             raise TransactionError(
-                f"{call} while the session commits, from outside of the commit: the event would be lost. Emit before "
-                "the commit, or directly in a listener of SQLAlchemy"
+                f"{call} while the session commits, from outside the commit: the event would be lost. Emit before "
+                "the commit, or directly in a SQLAlchemy listener"
             )
 
     def emitted(self, session: Session) -> None:
@@ -133,7 +133,7 @@ class SessionEvents:
             self.collect(session)
 
     def collect(self, session: Session) -> None:
-        """Give the events of flushed objects to the sink, in the order in which the events were raised."""
+        """Pass the events of flushed objects to the sink, in the order in which they were raised."""
         for each in sorted(self.raised, key=lambda each: each.number):
             state: InstanceState[Any] = inspect(each.instance)
             if state.session is not session:
@@ -145,11 +145,11 @@ class SessionEvents:
         self.emitted(session)
 
     def released(self) -> None:
-        """Keep the events of the released savepoint, and of those within it, as events of the transaction around it."""
+        """Move the events of the released savepoint, and of those within it, to the enclosing transaction."""
         self._take_ended()
 
     def began(self, session: Session, savepoint: SessionTransaction) -> None:
-        """Send SAVEPOINT now: SQLAlchemy waits for its own next statement, and other statements may come before."""
+        """Send SAVEPOINT now: SQLAlchemy delays it until its own next statement, and others may come first."""
         self._follow(session)
         self.collect(session)
         self._savepoints.append(self._savepoint(savepoint))
@@ -175,7 +175,7 @@ class SessionEvents:
     def _follow(self, session: Session) -> None:
         """Drop the events of transactions that have ended, and of savepoints that were not released.
 
-        Other listeners may emit before SQLAlchemy calls ours at the beginning or the end.
+        Other listeners may emit before SQLAlchemy calls ours at the start or the end.
         """
         root = session.get_transaction()
         if root is not self._root:
@@ -191,7 +191,7 @@ class SessionEvents:
                 self._savepoints.append(self._savepoint(each))
 
     def _take_ended(self) -> _Savepoint | None:
-        """Forget the outermost savepoint that has ended, and those within, which a listener may have left open."""
+        """Remove the outermost savepoint that has ended, and those within it, which a listener may have left open."""
         for place, each in enumerate(self._savepoints):
             if not each.transaction.is_active:
                 del self._savepoints[place:]
@@ -223,17 +223,17 @@ class SessionEvents:
         root = session.get_transaction()
         if root is not None and self.sink is not None and self.sink.events:
             await_only(self.sink.write(begun(root.connection(None))))
-            # SQLAlchemy forgets a savepoint that a listener opens in the flush before another savepoint.
+            # SQLAlchemy loses track of a savepoint that a listener opens in the flush before another savepoint.
             self._savepoints = [each._replace(emitted=0) for each in self._savepoints]
 
 
 def events_of(session: Session) -> SessionEvents:
-    """The events of a session, from now on."""
+    """Return the events of a session, and collect them from now on."""
     found: SessionEvents | None = session.info.get(_KEY)
     if found is None:
         listen()
         if _COMMIT not in session.info and session.in_transaction() and in_greenlet():
-            # The transaction began before our listeners listened, and perhaps commits.
+            # The transaction began before our listeners were registered, and may be committing.
             session.info[_COMMIT] = _Commit(announced=1)
         found = session.info[_KEY] = SessionEvents(session)
     return found
@@ -245,7 +245,7 @@ def _is_committing(session: Session) -> bool:
 
 
 def require_open(session: Session, call: str) -> SessionEvents:
-    """Begin the transaction of the session, as ``session.add`` does; the events of the session.
+    """Begin the transaction of the session, as ``session.add`` does, and return its events.
 
     Raises :class:`TransactionError` if the transaction has failed or committed, and :class:`NoTransaction` if the
     session must not begin a transaction by itself.
@@ -265,7 +265,7 @@ def require_open(session: Session, call: str) -> SessionEvents:
 
 
 def default_bind(session: Session) -> Engine | Connection:
-    """The engine or connection that a session uses for statements without a mapped class.
+    """Return the engine or connection that a session uses for statements without a mapped class.
 
     Raises :class:`ConfigurationError` for a session whose engines are all in ``binds``.
     """
@@ -273,25 +273,25 @@ def default_bind(session: Session) -> Engine | Connection:
         return session.get_bind()
     except UnboundExecutionError as error:
         raise ConfigurationError(
-            "the session has no default engine, so outboxio cannot tell which database its events belong to: give its "
-            "sessionmaker one, as in async_sessionmaker(engine, binds=...)"
+            "the session has no default engine, so the database of its events is not known: pass an engine to its "
+            "sessionmaker, as in async_sessionmaker(engine, binds=...)"
         ) from error
 
 
 def connection_of(session: Session) -> Connection:
-    """The connection of the default engine. Raises :class:`ConfigurationError` as :func:`default_bind`."""
+    """Return the connection of the default engine. Raises :class:`ConfigurationError` like :func:`default_bind`."""
     default_bind(session)
     return session.connection()
 
 
 def identity_of(instance: object) -> dict[str, object]:
-    """``model_id`` and ``model_type`` of a mapped object: the primary key, and the name of the class."""
+    """Return ``model_id`` and ``model_type`` of a mapped object: the primary key, and the name of the class."""
     model_id, model_type = named_by(instance, None, None)
     return {"model_id": model_id, "model_type": model_type}
 
 
 def begun(connection: Connection) -> Any:
-    """The driver's own connection, on which the transaction of SQLAlchemy has begun.
+    """Return the driver's own connection, on which the SQLAlchemy transaction has begun.
 
     SQLAlchemy sends BEGIN with the first statement, so this function sends a statement if none was sent.
     """
@@ -303,7 +303,7 @@ def begun(connection: Connection) -> Any:
 
 
 def _begin_late(connection: Connection) -> None:
-    """Send BEGIN on a connection of aiosqlite whose driver sends BEGIN neither for SELECT nor for SAVEPOINT."""
+    """Send BEGIN on an aiosqlite connection whose driver sends it neither for SELECT nor for SAVEPOINT."""
     driver: Any = connection.connection.driver_connection
     if getattr(driver, "in_transaction", True):
         return
@@ -312,7 +312,7 @@ def _begin_late(connection: Connection) -> None:
 
 
 def _has_begun(driver: Any) -> bool:
-    """True if a connection of asyncpg, psycopg, aiosqlite or sqlite3 has a transaction open. Others may not say."""
+    """True if an asyncpg, psycopg, aiosqlite or sqlite3 connection has a transaction open. Others may not report it."""
     if hasattr(driver, "is_in_transaction"):
         return bool(driver.is_in_transaction())
     pgconn = getattr(driver, "pgconn", None)  # of psycopg, whose status 0 is idle
@@ -331,7 +331,7 @@ def _savepoints_of(session: Session) -> list[SessionTransaction]:
 
 
 class ActionSink:
-    """The transaction of an action as a sink: its events are written with the end of the action."""
+    """The transaction of an action as a sink: its events are written at the end of the action."""
 
     def __init__(self, tx: Emits) -> None:
         self._tx = tx
@@ -344,24 +344,24 @@ class ActionSink:
         self._tx.emit(event, **options)
 
     async def write(self, driver: Any) -> None:
-        """The end of the action writes the events."""
+        """Do nothing: the end of the action writes the events."""
 
     def committed(self) -> None:
-        """The action itself wakes the loops."""
+        """Do nothing: the action itself wakes the loops."""
 
     def ended(self) -> None:
-        """The events of the action end with the action."""
+        """Do nothing: the events end with the action."""
 
 
 # --- objects that raise events -----------------------------------------------------------------------------
 
 _numbers = count(1)
 _unattached: WeakKeyDictionary[InstanceState[Any], list[Raised]] = WeakKeyDictionary()
-"""The events of objects in no session. The values must not refer to the objects, or no object would become garbage."""
+"""The events of objects outside any session. A value must not refer to its object, which would never be collected."""
 
 
 def raise_event(instance: object, event: AnyEvent, options: dict[str, Any]) -> None:
-    """Keep an event of a mapped object until the next flush of the session of the object."""
+    """Keep an event of a mapped object until the next flush of its session."""
     state: InstanceState[Any] = inspect(instance)
     raised = Raised(next(_numbers), None, event, options)
     if (session := state.session) is None:
@@ -380,9 +380,9 @@ def _keep(state: InstanceState[Any], raised: Raised) -> None:
 
 @cache
 def listen() -> None:
-    """Listen to all sessions of the process. Further calls do nothing."""
+    """Register listeners for all sessions of the process. Further calls do nothing."""
     for name, listener in _LISTENERS.items():
-        # Ours come first, but before_commit last: listeners of the application may emit.
+        # Ours come first, but before_commit last: your application's listeners may emit.
         event.listen(Session, name, listener, insert=name != "before_commit")
 
 

@@ -16,9 +16,9 @@ __all__ = ["RaisesEvents", "asynchronous", "blocking_driver_connection", "driver
 
 
 async def driver_connection(given: Any) -> Any:
-    """The driver's own connection, on which the transaction of SQLAlchemy has begun.
+    """Return the driver's own connection, on which the SQLAlchemy transaction has begun.
 
-    Raises :class:`NoTransaction` if no transaction is open, and :class:`ConfigurationError` for any other object than
+    Raises :class:`NoTransaction` if no transaction is open, and :class:`ConfigurationError` for an object that is not
     an asynchronous session or connection, and for a session without a default engine.
     """
     given = asynchronous(given, "record()")
@@ -30,19 +30,19 @@ async def driver_connection(given: Any) -> Any:
 
 
 def asynchronous(given: Any, call: str) -> AsyncSession | AsyncConnection:
-    """The asynchronous session or connection that ``call`` was given; the present session of a scoped session."""
+    """Return the asynchronous session or connection passed to ``call``; the current session of a scoped session."""
     if isinstance(given, async_scoped_session):
         given = cast("async_scoped_session[AsyncSession]", given)()
     if not isinstance(given, AsyncSession | AsyncConnection):
         raise ConfigurationError(
-            f"{call} was given {type(given).__module__}.{type(given).__qualname__}; give a connection of its driver, "
+            f"{call} was given {type(given).__module__}.{type(given).__qualname__}; pass a connection of its driver, "
             "or an AsyncSession or AsyncConnection"
         )
     return given
 
 
 def blocking_driver_connection(given: Any) -> Any:
-    """The driver's own connection inside a synchronous session or connection; any other object unchanged.
+    """Return the driver's own connection inside a synchronous session or connection; any other object unchanged.
 
     Raises :class:`NoTransaction` if no transaction is open.
     """

@@ -1,4 +1,4 @@
-"""Starlette: the outbox of a request, and responses for errors that the client may try again."""
+"""Starlette: the outbox of a request, and responses for errors that the client may retry."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ RETRY_AFTER = 1  # seconds
 
 
 def get_outbox(request: HTTPConnection) -> Outbox:
-    """The outbox of the application: ``app.state.outbox``, which ``outbox.lifespan`` sets.
+    """Return the application's outbox: ``app.state.outbox``, which ``outbox.lifespan`` sets.
 
     Raises :class:`ConfigurationError` if the application has no outbox.
     """
     outbox: Outbox | None = getattr(request.app.state, "outbox", None)
     if outbox is None:
         raise ConfigurationError(
-            "app.state.outbox is not set: give the application lifespan=outbox.lifespan, and a mounted application "
-            "app.state.outbox = outbox"
+            "app.state.outbox is not set: create the application with lifespan=outbox.lifespan, or set "
+            "app.state.outbox = outbox on a mounted application"
         )
     return outbox
 
 
 def add_exception_handlers(app: Starlette) -> None:
-    """Answer errors of actions that an endpoint does not catch, in place of 500.
+    """Map errors of actions that an endpoint does not catch to responses other than 500.
 
-    :class:`StaleRecord` becomes 409: the client reads the record again. :class:`DatabaseUnavailable`, with
-    :class:`PoolExhausted`, becomes 503 with ``Retry-After``: the action is not committed.
+    :class:`StaleRecord` becomes 409: the client should read the record again. :class:`DatabaseUnavailable`, including
+    :class:`PoolExhausted`, becomes 503 with ``Retry-After``: the action was not committed.
 
     Example::
 
@@ -49,9 +49,9 @@ def add_exception_handlers(app: Starlette) -> None:
 
 
 async def _conflict(request: Request, error: Exception) -> Response:
-    return JSONResponse({"detail": "the record was changed meanwhile; read the record again"}, 409)
+    return JSONResponse({"detail": "the record has been changed in the meantime; read it again"}, 409)
 
 
 async def _unavailable(request: Request, error: Exception) -> Response:
-    detail = "the database cannot be used at the moment; nothing was changed"
+    detail = "the database is unavailable; nothing was changed"
     return JSONResponse({"detail": detail}, 503, {"Retry-After": str(RETRY_AFTER)})

@@ -1,1 +1,1 @@
-"""Jobs: functions that run at set moments, once in the cluster for each moment."""
+"""Jobs: functions that run once in the cluster for each scheduled time."""

@@ -1,7 +1,4 @@
-"""The scheduled times of a job: those of a cron expression in a time zone, or the multiples of a period.
-
-And the part of an outbox that registers jobs.
-"""
+"""Registers jobs, and computes their scheduled times from a cron expression in a time zone or from a period."""
 
 from __future__ import annotations
 
@@ -30,27 +27,27 @@ if TYPE_CHECKING:
     from outboxio.jobs.runner import JobSetup
 
 NextAfter = Callable[[datetime], datetime]
-"""The first scheduled time after a time; both are naive UTC."""
+"""Returns the first scheduled time after a time; both are naive UTC."""
 
 HOURS = 24
-MOST_COUNTED = 100  # scheduled times of a downtime that are counted one by one
+MAX_COUNTED = 100  # scheduled times during a downtime that are counted one by one
 _HOUR, _DAY = timedelta(hours=1), timedelta(days=1)
 _TICK = timedelta(microseconds=1)
 
 
 def every_period(period: timedelta) -> NextAfter:
-    """The multiples of a period since 1970: they do not drift, and are the same in all processes."""
-    return lambda moment: EPOCH + ((moment - EPOCH) // period + 1) * period
+    """Return the multiples of a period since 1970, which do not drift and are the same in all processes."""
+    return lambda time: EPOCH + ((time - EPOCH) // period + 1) * period
 
 
 def newest_due(next_after: NextAfter, first: datetime, now: datetime) -> tuple[datetime, int]:
-    """The last scheduled time up to ``now``, and the number of times from ``first`` until before it, at most 100.
+    """Return the last scheduled time up to ``now``, and the number of earlier ones since ``first``, at most 100.
 
-    ``first`` is a scheduled time. Halving the range costs some 15 calls of ``next_after`` for a downtime of a week, and
-    at most 50 for any, where a loop over the scheduled times would block the event loop.
+    ``first`` is a scheduled time. Bisection takes about 15 calls of ``next_after`` for a downtime of a week, and
+    at most 50 for any downtime. Iterating over all scheduled times could block the event loop.
     """
     newest, missed = first, 0
-    while missed < MOST_COUNTED and (following := next_after(newest)) <= now:
+    while missed < MAX_COUNTED and (following := next_after(newest)) <= now:
         newest, missed = following, missed + 1
     until = now
     while until > newest and next_after(newest) <= now:
@@ -64,36 +61,36 @@ def newest_due(next_after: NextAfter, first: datetime, now: datetime) -> tuple[d
 
 
 def zone_of(job: str, name: str) -> ZoneInfo:
-    """The time zone with this name; :class:`RegistrationError` for an unknown name."""
+    """Return the time zone with this name. Raises :class:`RegistrationError` for an unknown name."""
     try:
         return ZoneInfo(name)
     except (ZoneInfoNotFoundError, ValueError, OSError, TypeError) as error:
         raise RegistrationError(
-            f"job {job!r}: timezone is {name!r}, and no time zone has this name; expected a name such as "
-            "'Europe/Berlin', and on a system without time zones pip install 'outboxio[cron]', which brings them"
+            f"job {job!r}: timezone is {name!r}, which is not a known time zone; expected a name such as "
+            "'Europe/Berlin'; on a system without time zones, pip install 'outboxio[cron]' provides them"
         ) from error
 
 
-def cron_moments(job: str, schedule: str, zone: ZoneInfo) -> NextAfter:
-    """The times of a cron expression of five fields, by the wall clock of a time zone.
+def cron_times(job: str, schedule: str, zone: ZoneInfo) -> NextAfter:
+    """Return the times of a five-field cron expression, by the wall clock of a time zone.
 
     The hour field decides what happens when clocks change (decision 64):
 
-    * An expression that names hours runs once for each matching time of the wall clock: when the clock first reaches or
-      passes that time. A skipped time runs right after the gap, a repeated time runs in the first pass only.
-    * An expression of every hour runs whenever the wall clock shows a matching time, so in both passes of a repeated
+    * An expression with specific hours runs once for each matching wall clock time, when the clock first reaches or
+      passes it. A skipped time runs right after the gap, and a repeated time only in the first pass.
+    * An expression for every hour runs whenever the wall clock shows a matching time: in both passes of a repeated
       hour, and not for a skipped hour.
     """
     try:
         from cronsim import CronSim, CronSimError
     except ImportError as error:
         raise RegistrationError(
-            f"job {job!r} has schedule={schedule!r}, and what reads cron expressions is not installed: "
+            f"job {job!r} has schedule={schedule!r}, but the parser for cron expressions is not installed: "
             "pip install 'outboxio[cron]'"
         ) from error
 
     def next_match(wall: datetime) -> datetime:
-        """The next matching time after a time of the wall clock, both without a zone."""
+        """Return the next matching time after a wall clock time, both without a zone."""
         return next(CronSim(schedule, wall))
 
     try:
@@ -104,24 +101,24 @@ def cron_moments(job: str, schedule: str, zone: ZoneInfo) -> NextAfter:
         next_after = wall_clock.next_showing if runs_every_hour else wall_clock.next_reached
         next_after(datetime(2000, 1, 1))
     except StopIteration:
-        raise RegistrationError(f"job {job!r}: schedule {schedule!r} has no moment in the next 50 years") from None
+        raise RegistrationError(f"job {job!r}: schedule {schedule!r} never occurs in the next 50 years") from None
     except (CronSimError, AttributeError):
         raise RegistrationError(
             f"job {job!r}: schedule is {schedule!r}; expected a cron expression of five fields: minute, hour, day of "
-            "the month, month, day of the week; of a day that comes"
+            "the month, month, day of the week; for a date that exists"
         ) from None
     return next_after
 
 
 class _WallClock:
-    """The wall clock of a zone. Instants are naive UTC, times of the wall clock are naive as well."""
+    """The wall clock of a zone. Instants are naive UTC, and wall clock times are naive as well."""
 
     def __init__(self, zone: ZoneInfo, next_match: Callable[[datetime], datetime]) -> None:
         self._zone = zone
         self._next_match = next_match
 
     def next_reached(self, instant: datetime) -> datetime:
-        """The first instant after ``instant`` at which the wall clock first reaches or passes a matching time."""
+        """Return the next instant at which the wall clock reaches or passes a matching time for the first time."""
         wall = instant + self._offset(instant)
         while True:
             wall = self._next_match(wall)
@@ -129,7 +126,7 @@ class _WallClock:
                 return reached  # otherwise ``instant`` is in the second pass, and ``wall`` was reached in the first
 
     def next_showing(self, instant: datetime) -> datetime:
-        """The first instant after ``instant`` at which the wall clock shows a matching time."""
+        """Return the first instant after ``instant`` at which the wall clock shows a matching time."""
         offset = self._offset(instant)
         while True:
             shows = self._next_match(instant + offset) - offset
@@ -149,7 +146,7 @@ class _WallClock:
         return offset
 
     def _reaches(self, wall: datetime) -> datetime:
-        """The instant at which the wall clock first shows ``wall``, or skips it."""
+        """Return the instant at which the wall clock first shows or skips ``wall``."""
         instant = naive_utc(wall.replace(tzinfo=self._zone))
         if instant + (offset := self._offset(instant)) == wall:
             return instant
@@ -159,7 +156,7 @@ class _WallClock:
         return change
 
     def _change(self, after: datetime, until: datetime, offset: timedelta) -> datetime | None:
-        """The first instant in (``after``, ``until``] with a different offset than ``offset``, that of ``after``."""
+        """Return the first instant in (``after``, ``until``] whose offset is not ``offset``, that of ``after``."""
         while after < until:
             end = min(after + _HOUR, until)
             if self._offset(end) != offset:
@@ -174,30 +171,30 @@ class _WallClock:
         return None
 
 
-# --- a registered job, and the object that a job's function gets ----------------------------------
+# --- a registered job, and the object that is passed to its function ------------------------------
 
 
 class Job:
-    """A run of a job, as its function sees the run.
+    """A run of a job, passed to its function.
 
     - ``name``: the name of the job.
-    - ``moment``: the moment of the schedule that the run is for, naive UTC; of an ordered run, when it was ordered.
-    - ``attempt``: 1 for the first run of a moment.
-    - ``stopping``: set when the process leaves ``running()``; a long job should then come to its end.
-    - ``tx``: the transaction of a function that takes ``tx``; otherwise reading ``tx`` raises ConfigurationError.
+    - ``scheduled_at``: the scheduled time of the run, naive UTC; for ``run_job_now``, the time of the request.
+    - ``attempt``: 1 for the first run of a scheduled time.
+    - ``stopping``: set when the process leaves ``running()``; a long job should then finish early.
+    - ``tx``: the transaction, if the function takes ``tx``; otherwise reading it raises ConfigurationError.
 
     Example::
 
         @outbox.job("report", schedule="0 6 * * *", timezone="Europe/Berlin")
         async def report(job: Job) -> None:
-            await write_report(day=job.moment.date())
+            await write_report(day=job.scheduled_at.date())
     """
 
     def __init__(
-        self, name: str, moment: datetime, attempt: int, stopping: asyncio.Event, tx: Transaction | None = None
+        self, name: str, scheduled_at: datetime, attempt: int, stopping: asyncio.Event, tx: Transaction | None = None
     ) -> None:
         self.name = name
-        self.moment = moment
+        self.scheduled_at = scheduled_at
         self.attempt = attempt
         self.stopping = stopping
         self._tx = tx
@@ -206,7 +203,7 @@ class Job:
     def tx(self) -> Transaction:
         """The transaction of the run, which commits together with the record of the run."""
         if self._tx is None:
-            raise ConfigurationError(f"job {self.name!r} has no transaction: let its function take a parameter tx")
+            raise ConfigurationError(f"job {self.name!r} has no transaction: add a parameter tx to its function")
         return self._tx
 
 
@@ -215,7 +212,7 @@ class JobSpec(Struct, frozen=True, kw_only=True):
 
     name: str
     schedule: str
-    """The moments in words."""
+    """The schedule as text."""
     next_after: NextAfter
     call: Callable[[Job], Awaitable[object]]
     is_transactional: bool
@@ -225,36 +222,36 @@ class JobSpec(Struct, frozen=True, kw_only=True):
     jitter: timedelta
     where: str
 
-    def starts_at(self, moment: datetime) -> datetime:
-        """The moment plus the jitter of the moment, which is equal in all processes."""
-        digest = sha256(f"{self.name}\0{moment.isoformat()}".encode()).digest()
-        return moment + self.jitter * (int.from_bytes(digest[:4], "big") / 2**32)
+    def starts_at(self, scheduled_at: datetime) -> datetime:
+        """Return the scheduled time plus its jitter, which is the same in all processes."""
+        digest = sha256(f"{self.name}\0{scheduled_at.isoformat()}".encode()).digest()
+        return scheduled_at + self.jitter * (int.from_bytes(digest[:4], "big") / 2**32)
 
-    def has(self, moment: datetime) -> bool:
-        """True if the schedule has this time."""
-        return self.next_after(moment - timedelta(microseconds=1)) == moment
+    def has(self, scheduled_at: datetime) -> bool:
+        """Return True if the schedule has this time."""
+        return self.next_after(scheduled_at - timedelta(microseconds=1)) == scheduled_at
 
 
 LATE = timedelta(minutes=1)
-"""A moment is missed if no run has begun within this time."""
+"""A scheduled time is missed if no run has started within this time."""
 
 
 class Due(Struct, frozen=True):
-    """The decision about a due job: run the job for ``moment`` unless ``None``, and continue at ``next_date``."""
+    """The decision about a due job: run it for ``scheduled_at``, unless ``None``, and continue at ``next_date``."""
 
-    moment: datetime | None
+    scheduled_at: datetime | None
     attempt: int
     next_date: datetime
     missed: int = 0
 
 
-def decide(spec: JobSpec, moment: datetime, now: datetime, *, accepted: datetime | None = None) -> Due:
-    """The decision about a job that waits for ``moment``, and is due.
+def decide(spec: JobSpec, scheduled_at: datetime, now: datetime, *, accepted: datetime | None = None) -> Due:
+    """Decide what to run for a due job that waits for ``scheduled_at``.
 
-    The newest due time runs if it is at most a minute late, or with ``catch_up``, or if it was ``accepted`` in time and
-    has waited for a transaction since. Older times are missed.
+    The newest due time runs if it is at most a minute late, with ``catch_up``, or if it was ``accepted`` in time but
+    had to wait for a transaction. Older times are missed.
     """
-    newest, missed = newest_due(spec.next_after, moment, now)
+    newest, missed = newest_due(spec.next_after, scheduled_at, now)
     after = spec.next_after(newest)
     if now - spec.starts_at(newest) > LATE and not spec.catch_up and newest != accepted:
         return Due(None, 0, after, missed + 1)
@@ -278,7 +275,7 @@ class JobRegistration(ABC):
 
     @abstractmethod
     def _setup_of_jobs(self) -> JobSetup:
-        """The parts of the first shard that jobs work with."""
+        """The parts of the first shard that jobs use."""
 
     def job(
         self,
@@ -292,22 +289,22 @@ class JobRegistration(ABC):
         retry: RetryPolicy | None = None,
         jitter: timedelta | float | str = 0,
     ) -> Callable[[J], J]:
-        """Register an async function that runs at set moments, once in the cluster for each moment.
+        """Register an async function that runs on a schedule, once in the cluster for each scheduled time.
 
-        The moments are those of ``schedule``, a cron expression of five fields by the wall clock of ``timezone`` (needs
-        ``outboxio[cron]``), or those of ``every``, a period of at least 1 s: the multiples of the period since 1970.
-        ``jitter`` delays each run by up to that time. The first shard of the outbox keeps the jobs.
+        The scheduled times are those of ``schedule``, a cron expression of five fields in the time zone ``timezone``
+        (needs ``outboxio[cron]``), or of ``every``, a period of at least 1 s: its multiples since 1970. ``jitter``
+        delays each run by up to that time. Jobs are stored on the first shard of the outbox.
 
         The function may take ``job`` (a :class:`Job`), ``tx`` (a :class:`Transaction`, which commits together with the
-        record of the run), and resources by type. A job does not overlap with itself. A moment that comes during a run
-        begins after the run, at most 1 minute late. An older moment is missed: with ``catch_up=True`` the newest missed
-        moment runs, otherwise the job waits for its next moment.
+        record of the run), and resources by type. Runs of a job do not overlap: if a scheduled time passes during a
+        run, the next run starts afterwards, at most 1 minute late. Older scheduled times are missed: with
+        ``catch_up=True`` the newest of them runs, otherwise the job waits for its next scheduled time.
 
         ``timeout`` (default: setting ``handler_timeout``) cancels a run. ``retry`` is a :class:`RetryPolicy` for failed
-        runs, and for runs whose process has died; the default is a single attempt.
+        runs, and for runs whose process died; the default is a single attempt.
 
         Raises :class:`RegistrationError` if the name is taken, if both or neither of ``schedule`` and ``every`` are
-        given, and for an expression, a time zone or a function that cannot work.
+        given, and for an invalid expression, time zone or function.
 
         Example::
 
@@ -331,16 +328,16 @@ class JobRegistration(ABC):
             call, is_transactional = self._call_of(checked, function, where)
             if schedule is not None:
                 zone = zone_of(checked, timezone)
-                told, next_after = f"{schedule} {timezone}", cron_moments(checked, schedule, zone)
+                text, next_after = f"{schedule} {timezone}", cron_times(checked, schedule, zone)
             else:
                 period = parse_duration(every, key=f"every of job {checked!r}")
                 if period < SHORTEST:
                     raise RegistrationError(f"job {checked!r}: every is {briefly(every)}; expected at least 1 s")
-                told, next_after = f"every {period.total_seconds():g} s", every_period(period)
+                text, next_after = f"every {period.total_seconds():g} s", every_period(period)
             if retry is not None and not isinstance(retry, RetryPolicy):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not be typed
                 raise RegistrationError(f"job {checked!r}: retry is {briefly(retry)}; expected RetryPolicy(...)")
             self._jobs[checked] = JobSpec(
-                name=checked, schedule=told, next_after=next_after, call=call, is_transactional=is_transactional,
+                name=checked, schedule=text, next_after=next_after, call=call, is_transactional=is_transactional,
                 catch_up=catch_up, retry=retry or RetryPolicy(max_attempts=1), where=where,
                 timeout=None if timeout is None else parse_duration(timeout, key=f"timeout of job {checked!r}"),
                 jitter=parse_duration(jitter, key=f"jitter of job {checked!r}"),
@@ -365,16 +362,16 @@ class JobRegistration(ABC):
                 value = self._job_resources[key]
                 if is_factory(key, value):
                     raise RegistrationError(
-                        f"job {name!r}: parameter {parameter.name!r} of {where} is a resource that a factory makes "
-                        "from an envelope; a job has no envelope, so make the resource in the job"
+                        f"job {name!r}: parameter {parameter.name!r} of {where} is a resource that a factory creates "
+                        "from an envelope; a job has no envelope, so create the resource in the job"
                     )
                 sources[parameter.name] = _always(value)
             elif parameter.default is parameter.empty and parameter.kind not in (
                 parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD
             ):  # fmt: skip
                 raise RegistrationError(
-                    f"job {name!r}: nothing is known for parameter {parameter.name!r} of {where}; a job may take "
-                    f"job: Job, tx: Transaction, and resources by type ({self._job_resources.told})"
+                    f"job {name!r}: unknown parameter {parameter.name!r} of {where}; a job may take "
+                    f"job: Job, tx: Transaction, and resources by type ({self._job_resources.type_names})"
                 )
         return (lambda job: function(**{key: source(job) for key, source in sources.items()})), takes_tx
 
@@ -383,7 +380,7 @@ def _always(value: Any) -> Callable[[Job], Any]:
     return lambda _: value
 
 
-async def run_here(outbox: JobRegistration, name: str, moment: datetime | None, attempt: int) -> None:
+async def run_here(outbox: JobRegistration, name: str, scheduled_at: datetime | None, attempt: int) -> None:
     """Run a job once in this task, without its row, for :func:`outboxio.testing.run_job`."""
     jobs, setup = outbox._jobs, outbox._setup_of_jobs()  # pyright: ignore[reportPrivateUsage]  # of this module
     spec = jobs.get(name)
@@ -393,7 +390,7 @@ async def run_here(outbox: JobRegistration, name: str, moment: datetime | None, 
     from outboxio.jobs.runner import JobRunner
 
     runner = JobRunner(setup, asyncio.Event())
-    await runner.run_alone(spec, setup.clock() if moment is None else naive_utc(moment), attempt)
+    await runner.run_alone(spec, setup.clock() if scheduled_at is None else naive_utc(scheduled_at), attempt)
 
 
 def _tx_of(job: Job) -> Transaction:

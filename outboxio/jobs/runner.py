@@ -1,4 +1,4 @@
-"""Tells statistics and telemetry of a run: that the run begins, and how the run ends."""
+"""Runs jobs, records the results, and reports them to statistics and telemetry."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from outboxio.model.emitter import Emitter
 from outboxio.model.operating.operation import JobResult
 from outboxio.model.outcome import REFUSED_TEXT, is_free, next_try
 from outboxio.model.redaction import Description, Redact
-from outboxio.runs.endings import is_thrown_away, is_torn_down
+from outboxio.runs.endings import is_being_closed, is_torn_down
 from outboxio.settings import Settings
 from outboxio.statistics.handlers import Jobs, JobStatistics
 from outboxio.storage.protocols import Database, Session
 from outboxio.storage.tables.jobs import END
-from outboxio.support.aio import to_the_end
+from outboxio.support.aio import run_to_completion
 from outboxio.support.clock import ShardClock
 from outboxio.support.duration import pause_after
 from outboxio.support.ids import uuid7
 from outboxio.support.log import log_of, log_text, type_name
 from outboxio.telemetry.protocol import JobCall, TelemetryChoice
-from outboxio.transaction import Transaction, roll_back, work_in, work_outside
+from outboxio.transaction import Transaction, enter_transaction, leave_transaction, roll_back
 
 P = ParamSpec("P")
 
@@ -37,10 +37,10 @@ logger = log_of(__name__)
 
 
 class JobWatch:
-    """Surrounds a run. Telemetry that fails is logged, and the run goes on."""
+    """Reports a run to statistics and telemetry. Errors of telemetry are logged, and do not affect the run."""
 
     def __init__(self, statistics: JobStatistics, call: Callable[[], JobCall], redact: Redact) -> None:
-        """``call`` asks telemetry about the run."""
+        """``call`` creates the telemetry of the run."""
         self._statistics = statistics
         self._redact = redact
         self._call: JobCall | None = None
@@ -62,43 +62,41 @@ class JobWatch:
             _safely(self._call.__exit__, kind, error, trace)
 
     def ended(self, result: JobResult, error: BaseException | None = None) -> None:
-        """The end of the run is written."""
+        """Report the result, after it was written."""
         self._statistics.durations[result.lower()].add(asyncio.get_running_loop().time() - self._began)
         if self._call is not None:
             _safely(self._call.ended, result, error, self._redact)
 
 
-def _safely(tell: Callable[P, Any], *args: P.args, **options: P.kwargs) -> None:
+def _safely(notify: Callable[P, Any], *args: P.args, **options: P.kwargs) -> None:
     try:
-        tell(*args, **options)
+        notify(*args, **options)
     except Exception as error:
         _log(error)
 
 
 def _log(error: Exception) -> None:
-    logger.error("telemetry failed, and the run of a job goes on: %s", error, error_type=type_name(error))
+    logger.error("telemetry of a job failed; the run continues: %s", error, error_type=type_name(error))
 
 
-# --- runs a job once ------------------------------------------------------------------------------
+# --- a single run ---------------------------------------------------------------------------------
 #
-# Runs a job once: calls the function within its time, and writes the end of the run under the run's term.
-#
-# Whatever the function raises is contained, as for handlers, with the same code (``runs/endings.py``). If writing
-# the result fails, the write is retried until the database takes it; the function does not run again for that.
+# Calls the function with its timeout, and writes the result under the run's term. Errors of the function are handled by
+# the same code as those of handlers (``runs/endings.py``). If writing the result fails, only the write is retried.
 
 NO_ROW = 0
-"""The term of a run without a row: the terms of rows begin with 1."""
+"""The term of a run without a row. The terms of rows start at 1."""
 
 LEFT = "the process left running() during the run"
-FOR_EVER = float("inf")
+NEVER = float("inf")
 
 
 class RunRefused(Exception):
-    """A different process has taken the run over, so that this run may not commit."""
+    """Another process has taken over the run, so this run must not commit."""
 
 
 class RunAgain(RetryAfter):
-    """The run did not start, or its COMMIT had an unknown result: no attempt is used, and the job runs again in 1 s."""
+    """The run did not start, or the result of its COMMIT is unknown: retry in 1 s without counting an attempt."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(1.0, count_attempt=False)
@@ -109,10 +107,10 @@ class RunAgain(RetryAfter):
 
 
 class JobRun(Struct, eq=False):
-    """A run that this process has claimed. ``term``: of the run."""
+    """A run that this process has claimed."""
 
     spec: JobSpec
-    moment: datetime
+    scheduled_at: datetime
     attempt: int
     term: int
     next_date: datetime
@@ -122,21 +120,21 @@ class JobRun(Struct, eq=False):
     is_interrupted: bool = False
     """True if the function was cancelled because the process leaves ``running()``."""
     is_committed: bool = False
-    """True if the success is committed already, together with the effects of the function."""
+    """True if the success has been committed, together with the effects of the function."""
     is_stuck: bool = False
-    """True if the function was reported to ignore its cancellation."""
+    """True if the run was reported as stuck."""
     is_over: bool = False
-    """True if the function has ended. The result may not be written yet."""
+    """True if the function has ended. The result may not have been written yet."""
 
     def interrupt(self) -> None:
-        """The process leaves: cancel the function."""
+        """Cancel the function, because the process leaves ``running()``."""
         if self.task is not None and not self.is_over:
             self.is_interrupted = True
             self.task.cancel()
 
 
 class JobSetup(Struct, frozen=True, kw_only=True):
-    """The parts of a shard that jobs work with."""
+    """The parts of a shard that jobs use."""
 
     namespace: str
     shard: str
@@ -154,33 +152,36 @@ class JobSetup(Struct, frozen=True, kw_only=True):
 
 
 class JobRunner:
-    """Runs jobs of a shard."""
+    """Runs the jobs of a shard."""
 
     def __init__(
-        self, setup: JobSetup, stopping: asyncio.Event, home: Callable[[], asyncio.Task[Any] | None] = lambda: None
+        self,
+        setup: JobSetup,
+        stopping: asyncio.Event,
+        shard_task: Callable[[], asyncio.Task[Any] | None] = lambda: None,
     ) -> None:
-        """``home``: the task that runs the shard. Its cancellation interrupts all runs."""
-        self.gives_up_at = FOR_EVER
-        """The event loop's time from which on a result that cannot be written is given up."""
+        """``shard_task``: the task that runs the shard. Cancelling it interrupts all runs."""
+        self.write_deadline = NEVER
+        """The event loop time after which a result that cannot be written is discarded."""
         self._setup = setup
         self._table = setup.database.jobs
         self._stopping = stopping
-        self._home = home
+        self._shard_task = shard_task
 
     def timeout_of(self, spec: JobSpec) -> float:
-        """The seconds that a run may last."""
+        """Return the timeout of a run in seconds."""
         return (spec.timeout or self._setup.settings.handler_timeout).total_seconds()
 
     async def run(self, run: JobRun) -> None:
-        """Run the job, and record the end. An error of the job is recorded and logged."""
+        """Run the job, and record the result. Errors of the job are recorded and logged."""
         with self._watch(run) as watch:
             result, error = await self._result_of(run)
             run.is_over = True
-            await to_the_end(self._record(run, watch, result, error))
+            await run_to_completion(self._record(run, watch, result, error))
 
-    async def run_alone(self, spec: JobSpec, moment: datetime, attempt: int) -> None:
-        """Run the job without its row: nothing is recorded, and the error of the job is raised."""
-        run = JobRun(spec, moment, attempt, NO_ROW, moment)
+    async def run_alone(self, spec: JobSpec, scheduled_at: datetime, attempt: int) -> None:
+        """Run the job without its row. Nothing is recorded, and errors of the job are raised."""
+        run = JobRun(spec, scheduled_at, attempt, NO_ROW, scheduled_at)
         try:
             await self._perform(run)
         except RunAgain as error:
@@ -192,21 +193,21 @@ class JobRunner:
 
     def _watch(self, run: JobRun) -> JobWatch:
         setup, name = self._setup, run.spec.name
-        ask = partial(setup.telemetry.chosen.job, setup.namespace, setup.shard, name, run.moment, run.attempt)
-        return JobWatch(setup.statistics.of(name), ask, setup.redact)
+        call = partial(setup.telemetry.chosen.job, setup.namespace, setup.shard, name, run.scheduled_at, run.attempt)
+        return JobWatch(setup.statistics.of(name), call, setup.redact)
 
     # --- the function --------------------------------------------------------------------------
 
     async def _result_of(self, run: JobRun) -> tuple[JobResult | None, BaseException | None]:
-        """Call the function. ``None`` as the result: a different process has taken the run over."""
+        """Call the function. The result is ``None`` if another process has taken over the run."""
         task = asyncio.current_task()
         assert task is not None
         try:
             await self._perform(run)
         except BaseException as error:
-            if is_thrown_away(task, error):
+            if is_being_closed(task, error):
                 raise
-            is_interrupted = is_torn_down(task, error, self._home()) or run.is_interrupted
+            is_interrupted = is_torn_down(task, error, self._shard_task()) or run.is_interrupted
             if run.is_committed:  # the COMMIT had succeeded before a cancellation or the timeout
                 return "SUCCEEDED", None
             if issubclass(type(error), RunRefused):
@@ -220,14 +221,14 @@ class JobRunner:
         if run.limit is None or not run.limit.expired():
             return "FAILED", error
         if type(error) is TimeoutError:
-            place = (error.__cause__ or error).__traceback__  # the line at which the run was cancelled
-            return "TIMED_OUT", self._timed_out(run.spec).with_traceback(place)
+            cancelled_at = (error.__cause__ or error).__traceback__  # the line at which the run was cancelled
+            return "TIMED_OUT", self._timed_out(run.spec).with_traceback(cancelled_at)
         return "TIMED_OUT", error
 
     async def _perform(self, run: JobRun) -> None:
-        """Call the function; with a transaction, the record of the run commits together with the function's effects.
+        """Call the function. If it takes a transaction, the record of the run commits with its effects.
 
-        The time of the function starts when the connection is there.
+        The timeout starts once the connection is open.
         """
         spec = run.spec
         async with AsyncExitStack() as stack:
@@ -237,11 +238,11 @@ class JobRunner:
                 if session is not None:
                     await self._perform_in(session, run)
                     return
-                await spec.call(Job(spec.name, run.moment, run.attempt, self._stopping))
+                await spec.call(Job(spec.name, run.scheduled_at, run.attempt, self._stopping))
                 self._require_time(run)
 
     def _require_time(self, run: JobRun) -> None:
-        """Raise if the function has ignored its cancellation."""
+        """Raise :class:`TimeoutError` if the function ignored its cancellation."""
         if run.limit is not None and run.limit.expired():
             raise self._timed_out(run.spec)
 
@@ -263,9 +264,9 @@ class JobRunner:
             correlation_id=None, headers=None,
         )  # fmt: skip
         tx = Transaction(session, setup.emitter, record, shard=setup.shard, resources=setup.resources, cause=None)
-        token = work_in(tx, setup.outbox)
+        token = enter_transaction(tx, setup.outbox)
         try:
-            await spec.call(Job(spec.name, run.moment, run.attempt, self._stopping, tx))
+            await spec.call(Job(spec.name, run.scheduled_at, run.attempt, self._stopping, tx))
             await tx.flush()
             tx.close()
             tx.require_open("a statement on tx.connection")
@@ -275,10 +276,10 @@ class JobRunner:
             await self._succeeded_in(session, run)
         except BaseException:
             tx.abandon()
-            await to_the_end(roll_back(session))
+            await run_to_completion(roll_back(session))
             raise
         finally:
-            work_outside(token)
+            leave_transaction(token)
         try:
             await tx.commit()
         except CommitUnknown as error:
@@ -299,7 +300,7 @@ class JobRunner:
     async def _record(
         self, run: JobRun, watch: JobWatch, result: JobResult | None, error: BaseException | None
     ) -> None:
-        """Record the result, unless it is committed already. The function ran, so the record says what it did."""
+        """Record the result, unless it is already committed."""
         if result is not None and error is not None:
             self._log(run, result, error)
         if result is not None and (run.is_committed or await self._write(run, self._end_of(run, result, error))):
@@ -309,12 +310,12 @@ class JobRunner:
             type(error), RunAgain
         ):  # that has no effects, or the COMMIT of unknown result was successful
             logger.warning(
-                "the end of a run of job %r is refused: a different process has taken the run over", run.spec.name,
+                "result of job %r discarded: another process has taken over the run", run.spec.name,
                 job=run.spec.name, term=run.term,
             )  # fmt: skip
 
     async def _write(self, run: JobRun, end: dict[str, Any]) -> bool:
-        """Write the end of a run, until the database takes it; False if a different process has taken the run over."""
+        """Write the result of a run, with retries. Return False if another process has taken over the run."""
         failures = 0
         while True:
             try:
@@ -324,30 +325,30 @@ class JobRunner:
                     end["error"] = REFUSED_TEXT
                     continue
                 failures += 1
-                if asyncio.get_running_loop().time() >= self.gives_up_at:
+                if asyncio.get_running_loop().time() >= self.write_deadline:
                     raise
                 if failures == 1:
                     logger.warning(
-                        "the result of a run of job %r could not be written; retrying the write: %s", run.spec.name,
+                        "cannot write the result of job %r; retrying: %s", run.spec.name,
                         log_text(problem, self._setup.redact), job=run.spec.name, result=end["result"],
                     )  # fmt: skip
             await asyncio.sleep(pause_after(failures))
 
     def _log(self, run: JobRun, result: JobResult, error: BaseException) -> None:
-        name, said = run.spec.name, log_text(error, self._setup.redact)
+        name, text = run.spec.name, log_text(error, self._setup.redact)
         if is_free(error):
             logger.warning(
-                "job %r runs again for %s without using an attempt: %s", name, run.moment, said,
+                "job %r scheduled at %s will be retried without counting an attempt: %s", name, run.scheduled_at, text,
                 job=name, attempt=run.attempt,
             )  # fmt: skip
         elif result != "INTERRUPTED":
             logger.warning(
-                "job %r failed for %s, attempt %d: %s", name, run.moment, run.attempt, said,
+                "job %r scheduled at %s failed in attempt %d: %s", name, run.scheduled_at, run.attempt, text,
                 job=name, attempt=run.attempt, result=result,
             )  # fmt: skip
 
     def _end_of(self, run: JobRun, result: JobResult, error: BaseException | None) -> dict[str, Any]:
-        """The values of the statement that ends a run."""
+        """Return the parameters of the statement that records the result of a run."""
         setup, spec = self._setup, run.spec
         now, most, free = setup.clock(), spec.retry.max_attempts, error is not None and is_free(error)
         state, due = "WAITING", spec.starts_at(run.next_date)
@@ -364,5 +365,5 @@ class JobRunner:
     def _text_of(self, result: JobResult, error: BaseException | None) -> str | None:
         if error is None or result == "INTERRUPTED":
             return None if error is None else LEFT
-        told = Description.of(error, self._setup.redact)
-        return self._setup.database.encoding.escaped(f"{told.type}: {told.message}\n{told.traceback}")
+        found = Description.of(error, self._setup.redact)
+        return self._setup.database.encoding.escaped(f"{found.type}: {found.message}\n{found.traceback}")

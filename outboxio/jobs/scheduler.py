@@ -1,9 +1,8 @@
-"""Starts due jobs, as long as this process holds the lock of its jobs.
+"""Starts due jobs while this process holds the lock of its jobs.
 
-Processes with the same jobs share a lock. So the jobs of a cluster cost one lock and one query a second, and a
-take-over takes the time of the take-over of a handler (decision 54). Processes with different jobs hold different
-locks. A job may belong to two such processes. Then the row decides: a claim raises the term of the row, and a single
-claim of a term succeeds.
+Processes with the same jobs compete for one lock, so the jobs of a cluster cost one lock and one query a second, and a
+takeover is as fast as for a handler (decision 54). Processes with different jobs hold different locks. If a job belongs
+to two of them, its row decides: each claim increments the term of the row, so only one claim of a term can succeed.
 """
 
 from __future__ import annotations
@@ -19,16 +18,16 @@ from outboxio.loops.loop import RoundResult
 from outboxio.model.lock_name import LockName
 from outboxio.model.operating.operation import JobRow
 from outboxio.model.outcome import Lease
-from outboxio.storage.tables.jobs import CLAIM, END, PASS_OVER, RESCHEDULE
+from outboxio.storage.tables.jobs import CLAIM, END, RESCHEDULE, SKIP_MISSED
 from outboxio.support.aio import Signal
 from outboxio.support.log import log_of
 
 logger = log_of(__name__)
 
-AHEAD = timedelta(seconds=1)  # jobs that are due so soon give the next pause
-GRACE = timedelta(seconds=30)  # after its timeout, a run of a process with different jobs counts as interrupted
+AHEAD = timedelta(seconds=1)  # how far ahead due jobs are read
+GRACE = timedelta(seconds=30)  # after the timeout, before the run of another process counts as interrupted
 STUCK = 10.0  # seconds after the timeout
-PATIENCE = 5.0  # seconds for which the results of cancelled runs are written again
+PATIENCE = 5.0  # seconds for retrying to write the results of cancelled runs
 SHORTEST_PAUSE = 0.002
 DECLARED_AGAIN = timedelta(minutes=1)  # an operator may have removed a row
 
@@ -37,29 +36,29 @@ class Transactions(Protocol):
     """The transactions that jobs share with the handlers of the shard (``runs/transaction_shares.py``)."""
 
     def take(self) -> bool:
-        """Take a transaction for a job; False if none is free for jobs."""
+        """Take a transaction for a job. Return False if none is free."""
         ...
 
-    def give_back(self) -> None:
-        """Give back the transaction of a job."""
+    def release(self) -> None:
+        """Release the transaction of a job."""
         ...
 
 
 class JobScheduler:
-    """Finds due jobs, claims their moments, and runs the jobs."""
+    """Finds due jobs, claims their scheduled times, and runs them."""
 
     def __init__(
         self, setup: JobSetup, jobs: Mapping[str, JobSpec], instance: str, stopping: asyncio.Event,
         *, locks: Sequence[LockName], holds: Callable[[LockName], bool], wake: Signal,
-        transactions: Callable[[], Transactions], home: Callable[[], asyncio.Task[Any] | None],
+        transactions: Callable[[], Transactions], shard_task: Callable[[], asyncio.Task[Any] | None],
     ) -> None:  # fmt: skip
-        """``home``: the task that runs the shard."""
+        """``shard_task``: the task that runs the shard."""
         self._setup = setup
         self._jobs = jobs
         self._instance = instance
         self._namespace = setup.namespace
         self._table = setup.database.jobs
-        self._runner = JobRunner(setup, stopping, home)
+        self._runner = JobRunner(setup, stopping, shard_task)
         self._statistics = setup.statistics
         self.locks = locks
         """The lock of the jobs of this process; empty if this process runs no job."""
@@ -72,18 +71,18 @@ class JobScheduler:
         self._ending: asyncio.Task[None] | None = None
         self._running: dict[str, JobRun] = {}
         self._accepted: dict[str, datetime] = {}
-        """The scheduled times that were due in time, and wait for a transaction."""
+        """The scheduled times that were found in time but are waiting for a transaction."""
         self._is_full = False
         """True if no transaction was free for a job in this round."""
 
     def take(self, lease: Lease) -> None:
-        """This process holds the lock of its jobs."""
+        """Start running jobs: this process has acquired the lock of its jobs."""
         self._lease = lease
         self._accepted.clear()
         self._wake.set()
 
     def delay(self) -> float:
-        """The seconds until the next round."""
+        """Return the seconds until the next round."""
         return self._pause
 
     async def run_once(self) -> RoundResult:
@@ -106,21 +105,21 @@ class JobScheduler:
             if row.due_date > now:
                 self._pause = max(SHORTEST_PAUSE, (row.due_date - now).total_seconds())
                 break
-            started += await self._look_at(self._jobs[row.name], row, lease)
+            started += await self._handle_due(self._jobs[row.name], row, lease)
         return RoundResult(started)
 
     def begin_to_stop(self, grace: float) -> None:
-        """Let the runs come to an end within ``grace`` seconds, and cancel the rest. :meth:`end` waits for the end."""
+        """Let running jobs finish within ``grace`` seconds, then cancel them. :meth:`end` waits for this."""
         self._ending = asyncio.create_task(self._stop(grace), name="outboxio end of jobs")
 
     async def end(self) -> None:
-        """Wait for the end of all runs. Runs are cancelled if :meth:`begin_to_stop` was not called."""
+        """Wait until all runs have ended. Cancel them if :meth:`begin_to_stop` was not called."""
         await (self._ending if self._ending is not None else self._stop(0))
 
     async def _stop(self, grace: float) -> None:
         if tasks := self._tasks:
             await asyncio.wait(tasks, timeout=grace)
-        self._runner.gives_up_at = asyncio.get_running_loop().time() + PATIENCE
+        self._runner.write_deadline = asyncio.get_running_loop().time() + PATIENCE
         for run in self._running.values():
             run.interrupt()
         if tasks := self._tasks:
@@ -131,7 +130,7 @@ class JobScheduler:
         return [run.task for run in self._running.values() if run.task is not None]
 
     async def _declare(self, lease: Lease, now: datetime) -> None:
-        """Insert rows of new jobs, follow changed schedules, and end the runs of a former holder of the lock."""
+        """Insert rows of new jobs, apply changed schedules, and end the runs of the lock's previous holder."""
         rows = {row.name: row for row in await self._table.all(self._namespace)}
         new = [spec for name, spec in self._jobs.items() if name not in rows]
         if new:
@@ -141,19 +140,19 @@ class JobScheduler:
             if row is None or name in self._running:
                 continue
             if row.schedule != spec.schedule and row.state == "WAITING":
-                moment = _next_of_changed(spec, row, now)
+                scheduled_at = _next_of_changed(spec, row, now)
                 await self._table.write(
-                    RESCHEDULE, **self._key(row), schedule=spec.schedule, next_date=moment,
-                    due_date=spec.starts_at(moment),
+                    RESCHEDULE, **self._key(row), schedule=spec.schedule, next_date=scheduled_at,
+                    due_date=spec.starts_at(scheduled_at),
                 )  # fmt: skip
             elif row.state == "RUNNING" and row.lease == lease.name and row.lease_term < lease.term:
                 await self._interrupted(spec, row)
 
     def _new_row(self, spec: JobSpec, now: datetime) -> JobRow:
-        moment = spec.next_after(now)
-        return JobRow(spec.name, spec.schedule, "WAITING", moment, spec.starts_at(moment))
+        scheduled_at = spec.next_after(now)
+        return JobRow(spec.name, spec.schedule, "WAITING", scheduled_at, spec.starts_at(scheduled_at))
 
-    async def _look_at(self, spec: JobSpec, row: JobRow, lease: Lease) -> int:
+    async def _handle_due(self, spec: JobSpec, row: JobRow, lease: Lease) -> int:
         now = self._setup.clock()
         if row.state == "RUNNING":
             await self._interrupted(spec, row)
@@ -166,10 +165,10 @@ class JobScheduler:
                 due = Due(None, 0, due.next_date)
         else:
             due = Due(row.moment_date or row.next_date, row.attempts + 1, row.next_date)
-        if due.moment is None:
+        if due.scheduled_at is None:
             self._accepted.pop(spec.name, None)
             if await self._table.write(
-                PASS_OVER, **self._key(row), next_date=due.next_date, due_date=spec.starts_at(due.next_date),
+                SKIP_MISSED, **self._key(row), next_date=due.next_date, due_date=spec.starts_at(due.next_date),
                 missed=due.missed,
             ):  # fmt: skip
                 self._statistics.of(spec.name).missed += due.missed
@@ -177,26 +176,26 @@ class JobScheduler:
         return await self._claim(spec, row, due, lease, now)
 
     async def _claim(self, spec: JobSpec, row: JobRow, due: Due, lease: Lease, now: datetime) -> int:
-        if not self._holds_lock() or due.moment is None:
+        if not self._holds_lock() or due.scheduled_at is None:
             return 0
         if spec.is_transactional and not self._transactions().take():
-            self._accepted[spec.name], self._is_full = due.moment, True
+            self._accepted[spec.name], self._is_full = due.scheduled_at, True
             return 0
         self._accepted.pop(spec.name, None)
         claimed, waits = False, self._setup.settings.pool_timeout if spec.is_transactional else timedelta()
         ends_by = now + waits + timedelta(seconds=self._runner.timeout_of(spec)) + GRACE
         try:
             claimed = await self._table.write(
-                CLAIM, **self._key(row), state=row.state, moment_date=due.moment, attempts=due.attempt,
+                CLAIM, **self._key(row), state=row.state, moment_date=due.scheduled_at, attempts=due.attempt,
                 next_date=due.next_date, due_date=ends_by, lease=lease.name, lease_term=lease.term,
                 instance=self._instance, now=now, missed=due.missed,
             )  # fmt: skip
         finally:
             if spec.is_transactional and not claimed:
-                self._transactions().give_back()
+                self._transactions().release()
         if claimed:
             self._statistics.of(spec.name).missed += due.missed
-            self._start(JobRun(spec, due.moment, due.attempt, row.term + 1, due.next_date))
+            self._start(JobRun(spec, due.scheduled_at, due.attempt, row.term + 1, due.next_date))
         return int(claimed)
 
     def _start(self, run: JobRun) -> None:
@@ -209,23 +208,23 @@ class JobScheduler:
         self._running.pop(name, None)
         self._statistics.of(name).stuck = 0
         if run.spec.is_transactional:
-            self._transactions().give_back()
+            self._transactions().release()
         self._wake.set()
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error(
-                "the end of a run of job %r could not be written, and counts as interrupted later: %s", name, error,
+                "result of job %r not written; the run will be recorded as interrupted: %s", name, error,
                 job=name, exc_info=error,
             )  # fmt: skip
 
     async def _interrupted(self, spec: JobSpec, row: JobRow) -> None:
-        """End the run of a process that has died, or has lost the lock. A later end of that run is refused."""
+        """End the run of a process that died or lost the lock. A later result of that run is discarded."""
         now, most = self._setup.clock(), spec.retry.max_attempts
         again = most is None or row.attempts < most
-        told = f"the process {row.instance} ended, or lost the lock of jobs, during the run"
-        logger.warning("job %r was interrupted: %s", spec.name, told, job=spec.name, instance=row.instance)
+        reason = f"process {row.instance} ended or lost the jobs lock during the run"
+        logger.warning("job %r was interrupted: %s", spec.name, reason, job=spec.name, instance=row.instance)
         if await self._table.write(
             END, **self._key(row), state="RETRYING" if again else "WAITING",
-            due_date=now if again else spec.starts_at(row.next_date), now=now, result="INTERRUPTED", error=told,
+            due_date=now if again else spec.starts_at(row.next_date), now=now, result="INTERRUPTED", error=reason,
             succeeded=0, failed=1, given_back=0,
         ):  # fmt: skip
             lasted = now - (row.started_date or now)
@@ -246,15 +245,15 @@ class JobScheduler:
                 run.is_stuck = True
                 self._statistics.of(name).stuck = 1
                 logger.error(
-                    "job %r does not end: the timeout has cancelled the run, and the function goes on", name, job=name
+                    "job %r is stuck: the run was cancelled at its timeout, but is still running", name, job=name
                 )
 
 
 def _next_of_changed(spec: JobSpec, row: JobRow, now: datetime) -> datetime:
-    """The next time of a job whose schedule is written differently from its row.
+    """Return the next time of a job whose schedule differs from the one in its row.
 
-    It may be the same schedule in other words, so a due time that both have stays due, and the last time that ran does
-    not run again.
+    It may be the same schedule written differently, so a due time that both schedules have stays due, and the scheduled
+    time that ran last does not run again.
     """
     if row.next_date <= now and spec.has(row.next_date):
         return row.next_date

@@ -1,4 +1,4 @@
-"""A keyed lock: one block of code in the whole cluster at a time."""
+"""Keyed locks: for each key, only one block of code runs at a time in the whole cluster."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from outboxio.errors import (
     LockLost,
     LockTimeout,
 )
-from outboxio.locks.sessions import Lines, LockSession, LockSessions, Process
+from outboxio.locks.sessions import LockQueues, LockSession, LockSessions, Process
 from outboxio.loops.owner import EventLoopGuard
 from outboxio.model.event import checked_name
 from outboxio.model.lock_name import LockName
@@ -32,14 +32,14 @@ from outboxio.support.text import briefly
 
 logger = log_of(__name__)
 
-MOST_FAILURES = 3  # sessions in a row that end under a waiting task, before the task gets the error
+MOST_FAILURES = 3  # consecutive sessions that end while a task waits; then the error is raised
 
 _around: ContextVar[tuple[KeyedLock, ...]] = ContextVar("keyed locks around", default=())
-"""The locks whose blocks are around the running code. A task inherits the locks of the spawning task."""
+"""The locks whose blocks surround the current code. A task inherits those of the task that created it."""
 
 
 class KeyedLock:
-    """The lock of a key, for one ``async with`` block. Made by ``outbox.lock(key)``.
+    """The lock of a key for one ``async with`` block, created by ``outbox.lock(key)``.
 
     Example::
 
@@ -50,12 +50,12 @@ class KeyedLock:
     """
 
     def __init__(self, locks: ShardLocks, key: str, timeout: float | None) -> None:
-        """``timeout``: the seconds of the longest wait; ``None`` without a limit."""
+        """``timeout``: the maximum wait in seconds; ``None`` without a limit."""
         self.key = key
         self.shard = locks.shard
         """The shard whose database holds the lock."""
         self.lost = asyncio.Event()
-        """Set when the session that holds the lock has ended: a different process may hold the lock from then on."""
+        """Set when the session that holds the lock has ended, so that another process may hold the lock."""
         self._locks = locks
         self._timeout = timeout
         self._name = LockName(locks.namespace, "lock", key)
@@ -69,18 +69,18 @@ class KeyedLock:
 
     @property
     def is_held(self) -> bool:
-        """True from the entry of the block to its end, unless the lock was lost."""
+        """True inside the block, unless the lock was lost."""
         return self._is_held
 
     async def term(self) -> int:
-        """The fencing term of this block: larger than the term of each earlier block of the key.
+        """Return the fencing term of this block, which is larger than that of every earlier block of the key.
 
-        Write the term beside the data that the lock protects, and refuse a write with a smaller term: a holder that was
-        frozen, and wakes up after its lock was lost, then changes no data. The first call raises the term in the table
-        ``leases``, on the session that holds the lock, with one statement (two on MySQL and MariaDB). Later calls
+        Store the term with the data that the lock protects, and reject writes with a smaller term. Then a holder that
+        lost its lock while it was suspended cannot change the data. The first call increments the term in the table
+        ``leases``, in the session that holds the lock, with one statement (two on MySQL and MariaDB). Later calls
         return the same number.
 
-        Raises :class:`LockLost` if the lock is not held any more, :class:`WaitsForItself` inside a transaction on
+        Raises :class:`LockLost` if the lock is no longer held, :class:`SelfDeadlock` inside a transaction on
         SQLite, and :class:`DatabaseUnavailable`, after which the lock is lost.
 
         Example::
@@ -101,7 +101,7 @@ class KeyedLock:
     async def __aenter__(self) -> Self:
         time, statistics = self._locks.enter().time, self._locks.statistics
         if self._was_entered:
-            raise KeyedLockError(self.key, self.shard, "was entered before: call outbox.lock() for each block")
+            raise KeyedLockError(self.key, self.shard, "was already entered: call outbox.lock() for each block")
         around = [lock for lock in _around.get() if lock._is_held and lock._locks is self._locks]
         if any(lock.key == self.key for lock in around):
             raise LockHeld(self.key, self.shard)
@@ -130,33 +130,33 @@ class KeyedLock:
                 if not await self._session.leave(self._name):
                     self.lose()
             finally:
-                self._let_go()
+                self._release()
         if self.lost.is_set() and error is None:
             raise LockLost(self.key, self.shard)
 
     def lose(self) -> None:
-        """The session has ended, and the lock with it: the next task of this process may ask for the key."""
+        """Mark the lock as lost, and let the next task of this process try to acquire it."""
         if self._is_held:
-            self._let_go()
+            self._release()
             self.lost.set()
             self._locks.statistics.lost += 1
-            logger.warning("keyed lock %r on shard %s was lost: its session has ended", self.key, self.shard)
+            logger.warning("keyed lock %r on shard %s was lost, because its session ended", self.key, self.shard)
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         if self._is_held and self._session is not None:
             self._is_held = False
             self._locks.statistics.held -= 1
             self._locks.sessions.leave(self._session, self)
-            self._locks.lines.leave(self._name)
+            self._locks.queues.leave(self._name)
 
     async def _enter(self, begun: float, beside: LockSession | None) -> None:
-        """Pass the line of this process, then take the lock on a session. A cancelled call leaves no trace."""
+        """Wait for the turn in this process, then acquire the lock in a session. Undo all steps on cancellation."""
         until = None if self._timeout is None else begun + self._timeout
         era = self._locks.sessions.era
         try:
-            await self._locks.lines.enter(self._name, until)
+            await self._locks.queues.enter(self._name, until)
         except TimeoutError:
-            raise self._late("a different task of this process holds the lock, or waits before this task") from None
+            raise self._late("another task of this process holds the lock, or is ahead in the queue") from None
         try:
             for failures in range(1, MOST_FAILURES + 1):
                 try:
@@ -165,7 +165,7 @@ class KeyedLock:
                     if failures == MOST_FAILURES or era != self._locks.sessions.era:
                         raise
         except BaseException:
-            self._locks.lines.leave(self._name)
+            self._locks.queues.leave(self._name)
             raise
 
     async def _take(self, beside: LockSession | None, until: float | None, era: int) -> None:
@@ -177,15 +177,15 @@ class KeyedLock:
         except TimeoutError:
             raise self._late(
                 f"all {sessions.most} lock sessions of this process were in use. Each lock that is held, or waits for "
-                "a different process, uses a session: raise the setting lock_sessions, or hold fewer locks at once"
+                "another process, uses a session: raise the setting lock_sessions, or hold fewer locks at once"
             ) from None
         try:
             try:
                 await sessions.open(session, until if self._timeout else None)
             except TimeoutError:
-                raise self._late("no session was open in time") from None
+                raise self._late("no lock session could be opened in time") from None
             if not await session.take(self._name, until):
-                raise self._late("a different process holds the lock")
+                raise self._late("another process holds the lock")
         except BaseException:
             try:
                 await session.leave(self._name)
@@ -199,15 +199,13 @@ class KeyedLock:
 
 
 # --- the keyed locks of a shard -------------------------------------------------------------------
-#
-# The keyed locks of a shard: the lines of this process, the lock sessions, and the rows of the fencing terms.
 
 
-TERM_ROWS = 64  # rows in leases for the terms of all keys of a namespace, because keys are without number
+TERM_ROWS = 64  # rows in leases that all keys of a namespace share, because the number of keys is unlimited
 
 
 class ShardLocks:
-    """What the keyed locks of a shard share."""
+    """The shared state of the keyed locks of a shard: queues, sessions and rows of fencing terms."""
 
     def __init__(
         self,
@@ -218,63 +216,63 @@ class ShardLocks:
         guard: EventLoopGuard,
         statistics: KeyedLockStatistics,
     ) -> None:
-        """``outbox``: recognises a call inside a transaction of the same outbox."""
+        """``outbox``: used to detect calls inside a transaction of the same outbox."""
         self.namespace = process.namespace
         self.shard = database.name
         self.statistics = statistics
-        self.lines = Lines()
+        self.queues = LockQueues()
         heartbeat = settings.lock_heartbeat.total_seconds()
         self.sessions = LockSessions(database, process, settings.lock_sessions, heartbeat)
         self._outbox = outbox
         self._has_one_writer = database.has_one_writer
         self._guard = guard
-        guard.when_taken_over(self._begin_anew)
+        guard.when_taken_over(self._reset)
 
-    def _begin_anew(self) -> None:
-        self.lines = Lines()
+    def _reset(self) -> None:
+        self.queues = LockQueues()
         self.statistics.held = self.statistics.waiting = 0
-        self.sessions.begin_anew()
+        self.sessions.reset()
 
     def enter(self) -> asyncio.AbstractEventLoop:
         """Bind the outbox to the running event loop."""
         return self._guard.enter()
 
     def refuse_term_in_transaction(self) -> None:
-        """Raise :class:`WaitsForItself` inside a transaction on a database with a single writer."""
+        """Raise :class:`SelfDeadlock` inside a transaction on a database with a single writer."""
         if self._has_one_writer:
-            remedy = "ask for the term before the transaction begins"
-            refuse_in_transaction(self._outbox, "lock.term()", remedy, [self.shard])
+            fix = "read the term before the transaction begins"
+            refuse_in_transaction(self._outbox, "lock.term()", fix, [self.shard])
 
     def term_row(self, name: LockName) -> str:
-        """The row of the fencing term: keys share ``TERM_ROWS`` rows, by the digest of the key."""
+        """Return the row of a fencing term, one of ``TERM_ROWS``, chosen by the digest of the key."""
         return LockName(self.namespace, "lock", partition=1 + name.digest[0] % TERM_ROWS).lease
 
 
-# --- the part of an outbox that makes keyed locks -------------------------------------------------
+# --- outbox.lock() --------------------------------------------------------------------------------
 
 
 class Locking:
-    """The base class of :class:`~outboxio.Outbox` that makes keyed locks."""
+    """The base class of :class:`~outboxio.Outbox` that creates keyed locks."""
 
     def __init__(self, locks: Mapping[str, ShardLocks]) -> None:
         """``locks``: by shard."""
         self._locks = locks
 
     def lock(self, key: str, *, shard: str | None = None, timeout: timedelta | float | str | None = None) -> KeyedLock:
-        """A lock that one task in the whole cluster holds at a time for ``key``, in this namespace.
+        """Return a lock for ``key`` that only one task in the cluster can hold at a time, within this namespace.
 
-        Enter the lock once, with ``async with``. ``key`` is a text of 1 to 255 characters. ``shard`` names a shard that
-        is not the first. ``timeout`` is the longest wait: 0 tries once, ``None`` waits without limit. The tasks of a
-        process wait in the order of arrival. The processes take turns on PostgreSQL, come in the order of arrival on
-        MySQL and MariaDB, and have no order on SQLite.
+        Enter the lock once, with ``async with``. ``key`` is a string of 1 to 255 characters. ``shard`` names a shard
+        other than the first. ``timeout`` is the maximum wait: 0 tries once, ``None`` waits without limit. The tasks of
+        a process are served in the order of their arrival. Processes take turns on PostgreSQL, are served in the order
+        of their arrival on MySQL and MariaDB, and in no particular order on SQLite.
 
-        Each lock that is held, or waits for a different process, uses a session of its own, at most ``lock_sessions``
-        in a process and shard; further tasks wait for a session. A lock lasts as long as its session. If the session
-        ends, ``lock.lost`` is set, and the end of the block raises :class:`LockLost`. An event loop that stands still
-        for 1.8 times ``lock_heartbeat`` loses its locks. ``await lock.term()`` is a number with which the database
-        refuses a late writer.
+        Each lock that is held or waits for another process uses its own session, at most ``lock_sessions`` per process
+        and shard; further tasks wait for a session. A lock lasts as long as its session. If the session ends,
+        ``lock.lost`` is set, and leaving the block raises :class:`LockLost`. If the event loop is blocked for 1.8 times
+        ``lock_heartbeat``, its locks are lost. ``await lock.term()`` returns a fencing term, with which the database
+        can reject a late write.
 
-        Raises :class:`ConfigurationError` for a key, a shard or a timeout that cannot be used, and on entry
+        Raises :class:`ConfigurationError` for an invalid key, shard or timeout, and on entry
         :class:`LockTimeout`, :class:`LockHeld` inside the block of the same key, :class:`DatabaseUnavailable`, and
         :class:`PooledConnection` behind a proxy that shares sessions.
 

@@ -1,4 +1,4 @@
-"""The lines of this process: the tasks that want the same key wait in the order of arrival."""
+"""Lock sessions, and the queues of tasks in this process that wait for the same key."""
 
 from __future__ import annotations
 
@@ -10,80 +10,80 @@ from typing import Protocol, TypeVar
 from outboxio.errors import DatabaseUnavailable
 from outboxio.model.lock_name import LockName
 from outboxio.storage.protocols import SHARE_OF_HEARTBEAT, Database, KeySession
-from outboxio.support.aio import over, to_the_end
+from outboxio.support.aio import run_to_completion, wait_done
 from outboxio.support.log import log_of
 
 
-class Line:
-    """The tasks that want a key. The task with the turn holds the key, or waits for a different process."""
+class LockQueue:
+    """The tasks that need a key. The first one holds the key, or waits for another process."""
 
     def __init__(self) -> None:
         self.turn = asyncio.Lock()
         self.tasks = 0
 
 
-class Lines:
-    """A line for each key that a task wants."""
+class LockQueues:
+    """A first-in, first-out queue for each key that tasks of this process wait for."""
 
     def __init__(self) -> None:
-        self._lines: dict[LockName, Line] = {}
+        self._queues: dict[LockName, LockQueue] = {}
 
     async def enter(self, name: LockName, until: float | None) -> None:
-        """Wait for the turn. Raises :class:`TimeoutError` at the moment ``until`` of the event loop's clock."""
-        line = self._lines.get(name)
-        if line is None:
-            line = self._lines[name] = Line()
-        line.tasks += 1
+        """Wait until it is this task's turn. Raises :class:`TimeoutError` at ``until`` (event loop time)."""
+        queue = self._queues.get(name)
+        if queue is None:
+            queue = self._queues[name] = LockQueue()
+        queue.tasks += 1
         try:
-            if until is None or line.tasks == 1:  # without a wait, and without a timer
-                await line.turn.acquire()
+            if until is None or queue.tasks == 1:  # without a wait, and without a timer
+                await queue.turn.acquire()
             else:
                 async with asyncio.timeout_at(until):
-                    await line.turn.acquire()
+                    await queue.turn.acquire()
         except BaseException:
-            self._forget(name, line)
+            self._forget(name, queue)
             raise
 
     def leave(self, name: LockName) -> None:
-        """Give the turn to the next task."""
-        line = self._lines[name]
-        line.turn.release()
-        self._forget(name, line)
+        """Pass the turn to the next task."""
+        queue = self._queues[name]
+        queue.turn.release()
+        self._forget(name, queue)
 
-    def _forget(self, name: LockName, line: Line) -> None:
-        line.tasks -= 1
-        if not line.tasks:
-            del self._lines[name]
+    def _forget(self, name: LockName, queue: LockQueue) -> None:
+        queue.tasks -= 1
+        if not queue.tasks:
+            del self._queues[name]
 
 
-# --- a lock session, and the keyed locks that use the session -------------------------------------
+# --- a lock session -------------------------------------------------------------------------------
 
 
 logger = log_of(__name__)
 
 T = TypeVar("T")
 
-FIRST_PAUSE, LONGEST_PAUSE = 0.001, 0.05  # seconds between two tries for a lock; each pause doubles
-LONGEST_WAIT = 10  # seconds of a wait on the server, which may not notice that the waiting task has gone
+FIRST_PAUSE, LONGEST_PAUSE = 0.001, 0.05  # seconds between two attempts to acquire a lock; the pause doubles each time
+LONGEST_WAIT = 10  # seconds to wait on the server, which may not detect that the waiting task has ended
 
 
 class User(Protocol):
-    """A keyed lock that waits or holds on a session."""
+    """A keyed lock that uses a session."""
 
     @property
     def is_held(self) -> bool: ...
 
     def lose(self) -> None:
-        """The session has ended, and the lock with it."""
+        """Called when the lock is lost because its session has ended."""
 
 
 class LockSession:
-    """A session, from its opening to its end. The session is never opened a second time."""
+    """A lock session, which is opened only once."""
 
     def __init__(self, database: Database, owner: str, heartbeat: float) -> None:
         self.users: dict[User, None] = {}
         self.used_at = asyncio.get_running_loop().time()
-        """The last moment at which the session had users."""
+        """When the session was last used."""
         self._database = database
         self._heartbeat = heartbeat
         self._session: KeySession = database.key_session(owner, heartbeat)
@@ -97,10 +97,10 @@ class LockSession:
     async def open(self) -> None:
         """Open the session if it is new. Raises :class:`DatabaseUnavailable`."""
         if not self._session.is_open:
-            await self._ask(self._session.open)
+            await self._call(self._session.open)
 
     async def take(self, name: LockName, until: float | None) -> bool:
-        """Take a lock, and wait for the lock until a moment of the event loop's clock; False if the time is over."""
+        """Acquire a lock, waiting until the given event loop time. Return False on timeout."""
         time, pause = asyncio.get_running_loop().time, FIRST_PAUSE
         while not await self._try(name, LONGEST_WAIT if until is None else until - time()):
             left = LONGEST_PAUSE if until is None else until - time()
@@ -112,44 +112,46 @@ class LockSession:
 
     async def _try(self, name: LockName, left: float) -> bool:
         seconds = min(int(left), LONGEST_WAIT) if self._session.waits and not self._is_shared else 0
-        is_taken = await self._ask_safely(lambda: self._session.take(name, seconds))
-        if is_taken and self._silence > self._heartbeat:  # the answer may be old news, if this process stood still
-            await self._ask(self._session.prove)
+        is_taken = await self._call_safely(lambda: self._session.take(name, seconds))
+        if (
+            is_taken and self._unproven_for > self._heartbeat
+        ):  # the result may be outdated if this process was suspended
+            await self._call(self._session.prove)
         return is_taken
 
     async def leave(self, name: LockName) -> bool:
-        """Release a lock, or leave its line; False if the session has ended before."""
+        """Release a lock, or leave its queue. Return False if the session has already ended."""
         try:
-            await self._ask_safely(lambda: self._session.leave(name))
-        except Exception as error:  # which has dropped the session
+            await self._call_safely(lambda: self._session.leave(name))
+        except Exception as error:  # the session is dropped
             logger.debug("the lock session ended before a keyed lock was released: %s", error)
             return False
         return True
 
     async def raise_term(self, lease: str) -> int:
-        return await to_the_end(self._ask(lambda: self._session.raise_term(lease)))
+        return await run_to_completion(self._call(lambda: self._session.raise_term(lease)))
 
     def look(self) -> None:
-        """Drop a session that was silent for so long that the server may have ended the session. Tell the holders."""
+        """Drop a session that the server may have ended after a long silence, and notify the lock holders."""
         held = [user for user in self.users if user.is_held]
-        if held and (not self.is_open or self._silence >= self._session.longest_silence):
+        if held and (not self.is_open or self._unproven_for >= self._session.longest_silence):
             self.drop()
             for user in held:
                 user.lose()
 
     @property
     def is_due(self) -> bool:
-        """True if the session holds locks, and has to be proven."""
-        is_old = self._silence >= SHARE_OF_HEARTBEAT * self._heartbeat
+        """True if the session holds locks and its existence must be checked again."""
+        is_old = self._unproven_for >= SHARE_OF_HEARTBEAT * self._heartbeat
         return is_old and not self._is_proving and any(user.is_held for user in self.users)
 
     async def prove(self) -> None:
-        """Ask the server for a proof that the session lives. :meth:`look` ends a session without an answer."""
+        """Check that the session still exists on the server. :meth:`look` drops a session that does not respond."""
         self._is_proving = True
         try:
-            await self._ask(self._session.prove)
-        except Exception as error:  # which has dropped the session
-            logger.debug("a session with keyed locks has ended: %s", error)
+            await self._call(self._session.prove)
+        except Exception as error:  # the session is dropped
+            logger.debug("a session that held keyed locks has ended: %s", error)
             self.look()
         finally:
             self._is_proving = False
@@ -161,79 +163,77 @@ class LockSession:
         await self._session.close()
 
     @property
-    def _silence(self) -> float:
-        """The seconds since the session was proven last."""
+    def _unproven_for(self) -> float:
+        """The seconds since the session was last known to exist."""
         return asyncio.get_running_loop().time() - self._proven_at
 
     @property
     def _is_shared(self) -> bool:
         return len(self.users) > 1
 
-    def _ask_safely(self, call: Callable[[], Awaitable[T]]) -> Awaitable[T]:
-        """Make a call for one user. A cancelled call drops the session, so with more users the call is made to its end.
+    def _call_safely(self, call: Callable[[], Awaitable[T]]) -> Awaitable[T]:
+        """Make a call for one user. Cancelling a call drops the session, so with several users it is completed.
 
-        A task for each call would cost a tenth of the speed.
+        Creating a task for every call would make it 10 % slower.
         """
-        asking = self._ask(call)
-        return to_the_end(asking) if self._is_shared else asking
+        calling = self._call(call)
+        return run_to_completion(calling) if self._is_shared else calling
 
-    async def _ask(self, call: Callable[[], Awaitable[T]]) -> T:
-        asked = asyncio.get_running_loop().time()
+    async def _call(self, call: Callable[[], Awaitable[T]]) -> T:
+        sent_at = asyncio.get_running_loop().time()
         try:
-            answer = await call()
+            result = await call()
         except Exception as error:
             if self._database.is_unreachable(error) and not isinstance(error, DatabaseUnavailable):
                 why = str(error) or type(error).__name__
                 raise DatabaseUnavailable(self._database.name, "its lock session", why) from error
             raise
-        self._proven_at = max(self._proven_at, asked)
-        return answer
+        self._proven_at = max(self._proven_at, sent_at)
+        return result
 
 
 # --- the lock sessions of a shard -----------------------------------------------------------------
-#
-# The lock sessions of a shard: at most as many as the setting ``lock_sessions`` says, opened when needed.
 
 
-LOOK = 0.1  # seconds between two looks whether a session has ended
+LOOK = 0.1  # seconds between two checks whether a session has ended
 
 
 class Process(Protocol):
-    """The names under which this process holds locks."""
+    """The names that identify this process as a lock holder."""
 
     @property
     def namespace(self) -> str: ...
 
     @property
     def owner(self) -> str:
-        """The name of this process in the table ``leases``. A forked child has a new name."""
+        """The name of this process in the table ``leases``. A forked child gets a new name."""
         ...
 
 
 class LockSessions:
-    """A lock that waits or holds has a session for itself. Tasks wait for a free session in the order of arrival."""
+    """The lock sessions of a shard, opened on demand. Tasks wait for a free session, first come, first served."""
 
-    def __init__(self, database: Database, process: Process, wanted: int, heartbeat: float) -> None:
-        """``wanted``: the largest number of sessions. ``heartbeat``: the seconds between two proofs."""
-        self.most = database.most_key_sessions(wanted)
+    def __init__(self, database: Database, process: Process, limit: int, heartbeat: float) -> None:
+        """``limit``: the setting ``lock_sessions``. ``heartbeat``: the seconds between two checks of a session."""
+        self.most = database.max_key_sessions(limit)
         self.era = 0
-        """Grows when the sessions are closed: a task that waits since then ends."""
+        """Incremented when the sessions are closed, to reject the tasks that are waiting at that time."""
         self._database = database
         self._process = process
         self._heartbeat = heartbeat
-        self.begin_anew()
+        self.reset()
 
-    def begin_anew(self) -> None:
-        """Forget the sessions of a former event loop."""
+    def reset(self) -> None:
+        """Discard the sessions of the previous event loop."""
         self._members: list[LockSession] = []
         self._free = asyncio.Semaphore(self.most)
         self._keeper: asyncio.Task[None] | None = None
         self._is_checked = False
 
     async def enter(self, user: User, beside: LockSession | None, until: float | None, era: int) -> LockSession:
-        """A session for ``user``, not open yet. ``beside``: a session to share if all are in use.
+        """Return a session for ``user``, possibly not open yet. ``beside``: a session to share if all are in use.
 
-        Raises :class:`TimeoutError` if no session was free until then. The caller calls :meth:`leave` in the end.
+        Raises :class:`TimeoutError` if no session was free by ``until``. The caller must call :meth:`leave` afterwards.
         """
         if beside is not None and self._free.locked():
             beside.users[user] = None
@@ -254,9 +254,9 @@ class LockSessions:
         return session
 
     async def open(self, session: LockSession, until: float | None) -> None:
-        """Open a session within the time. Raises :class:`TimeoutError` and :class:`DatabaseUnavailable`."""
+        """Open a session before ``until``. Raises :class:`TimeoutError` and :class:`DatabaseUnavailable`."""
         if self._keeper is None or self._keeper.done():
-            # An empty context: the task must not count as a part of the transaction or the handler around this call.
+            # An empty context, so that the task does not belong to the transaction or handler that surrounds this call.
             keep, empty = self._keep(), contextvars.Context()
             self._keeper = asyncio.get_running_loop().create_task(keep, name="outboxio keyed locks", context=empty)
         if session.is_open:
@@ -271,19 +271,19 @@ class LockSessions:
             raise self._closed()
 
     def leave(self, session: LockSession, user: User) -> None:
-        """``user`` needs the session no more."""
+        """Stop using the session for ``user``."""
         session.users.pop(user, None)
         if not session.users:
             session.used_at = asyncio.get_running_loop().time()
             self._free.release()
 
     async def close(self) -> None:
-        """Close all sessions. Locks that are still held are lost, and tasks that wait get an error."""
+        """Close all sessions. Locks that are still held are lost, and waiting tasks get an error."""
         self.era += 1
         keeper, self._keeper = self._keeper, None
         if keeper is not None:
             keeper.cancel()
-            await over(keeper)
+            await wait_done(keeper)
         for session in list(self._members):
             if session.users:
                 session.drop()
@@ -292,7 +292,7 @@ class LockSessions:
         self._members.clear()
 
     async def _keep(self) -> None:
-        """Notice sessions that ended; prove sessions with locks; close idle sessions after a heartbeat."""
+        """Detect ended sessions, check sessions with locks, and close idle sessions after a heartbeat."""
         try:
             async with asyncio.TaskGroup() as proofs:
                 while self._members:
@@ -301,11 +301,11 @@ class LockSessions:
                         session.look()
                         if session.is_due:
                             proofs.create_task(session.prove())
-                        elif not session.users and self._is_of_no_use(session):
+                        elif not session.users and self._is_disposable(session):
                             self._members.remove(session)
                             await session.close()
         except Exception:
-            logger.exception("the keeper of keyed locks has failed; all keyed locks of this process end")
+            logger.exception("the keyed lock keepalive failed; all keyed locks of this process are lost")
             for session in self._members:
                 session.drop()
                 session.look()
@@ -313,5 +313,5 @@ class LockSessions:
     def _closed(self) -> DatabaseUnavailable:
         return DatabaseUnavailable(self._database.name, "its lock sessions", "the outbox was closed")
 
-    def _is_of_no_use(self, session: LockSession) -> bool:
+    def _is_disposable(self, session: LockSession) -> bool:
         return not session.is_open or asyncio.get_running_loop().time() - session.used_at >= self._heartbeat

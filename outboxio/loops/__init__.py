@@ -1,1 +1,1 @@
-"""Loops: rounds that repeat, the event loop that owns an outbox, an event loop in a thread, and standstills."""
+"""Polling loops, the event loop that an outbox is bound to, a background event loop, and blocked-loop detection."""

@@ -1,21 +1,19 @@
-"""The event loop guard: an outbox works in a single event loop at a time.
+"""The event loop guard, which restricts an outbox to one event loop at a time.
 
-Connections, futures and locks belong to the event loop that made them. Suppose that two event loops used an outbox at
-the same time. The outbox would give the connections of the first loop to the second loop, or would forget the
-connections. On SQLite both loops would write in the same transaction. On a server a task in the first loop would wait
-for ever.
+Connections, futures and locks belong to the event loop that created them. If two event loops used an outbox at the same
+time, connections of one loop would be used in the other, or be lost. On SQLite both loops would write in the same
+transaction; on a server a task could wait indefinitely.
 
-So the first use binds the outbox to the running loop, and a second loop is refused for as long as the first loop may
-come back. This module is the only owner of that rule. An object that holds connections, futures or locks asks the guard
-at each use, and begins anew when a second loop takes over.
+So the first use binds the outbox to the running loop, and a second loop is rejected as long as the first one may still
+run. Only this module enforces the rule. Objects that hold connections, futures or locks call the guard on each use, and
+are reset when another loop takes over.
 
-The same holds for a forked child process, which has copies of all connections: if the parent had opened the outbox, the
-guard refuses every use in the child (decision 57).
+The same applies to a forked child process, which has copies of all connections: if the parent had opened the outbox,
+the guard rejects every use in the child (decision 57).
 
-A thread with an event loop, for work that goes on while the application's event loop stands still.
-
-A process has at most a single such thread, from the first ``enlist`` to the last ``leave``. The thread is a daemon, and
-a forked child has no thread, so the thread never keeps an interpreter from exiting.
+The module also provides a background thread with an event loop, for work that continues while your application's event
+loop is blocked. A process has at most one such thread, from the first ``enlist`` to the last ``leave``. It never keeps
+the interpreter from exiting, because it is a daemon thread and does not exist in a forked child.
 """
 
 from __future__ import annotations
@@ -33,18 +31,18 @@ from outboxio.support import machine
 from outboxio.support.machine import in_forked_children
 
 _Loop = asyncio.AbstractEventLoop
-_BeginAnew = Callable[[], object]
+_Reset = Callable[[], object]
 
 _of_parents: list[object] = []
-"""Holders of a parent process's connections. They stay here for ever: an object that closes a copy of a connection in a
-forked child may end the parent's connection."""
+"""Objects with connections of a parent process. They are kept until the process ends, because closing a copy of a
+connection in a forked child may end the connection of the parent."""
 
 
 class EventLoopGuard:
-    """Binds an outbox to the event loop that uses the outbox, and refuses every second loop.
+    """Binds an outbox to the event loop that uses it, and rejects any other loop.
 
-    A second loop takes over in these cases: the former loop is closed (``asyncio.run`` once more, a loop for each
-    test), or is garbage; or the outbox was closed. A forked child may use an outbox that its parent had not opened, or
+    Another loop takes over if the previous one was closed (a second ``asyncio.run``, a loop for each test) or was
+    garbage-collected, or if the outbox was closed. A forked child may use an outbox that its parent had not opened, or
     had closed.
 
     Example::
@@ -62,24 +60,24 @@ class EventLoopGuard:
         self._process = 0
         self._opened_in: int | None = None
         self._taking = threading.Lock()
-        self._members: list[weakref.WeakMethod[_BeginAnew]] = []
+        self._members: list[weakref.WeakMethod[_Reset]] = []
         _guards.add(self)
 
     @classmethod
     def of_shard(cls, name: str) -> EventLoopGuard:
-        """A guard of a database that is used without an outbox."""
+        """Create the guard of a database that is used without an outbox."""
         return cls(f"shard {name!r}")
 
-    def when_taken_over(self, begin_anew: _BeginAnew) -> None:
-        """Call this method whenever an event loop takes over, including the first loop.
+    def when_taken_over(self, reset: _Reset) -> None:
+        """Register a method to call whenever an event loop takes over, including the first one.
 
-        The method forgets the objects that belong to an event loop. The guard does not keep the method's object alive.
+        It must drop the objects that belong to an event loop. Only a weak reference to it is kept.
         """
         self._members = [member for member in self._members if member() is not None]
-        self._members.append(weakref.WeakMethod(begin_anew))
+        self._members.append(weakref.WeakMethod(reset))
 
     def enter(self) -> _Loop:
-        """The running event loop, to which the outbox is bound from now on.
+        """Bind the outbox to the running event loop, and return the loop.
 
         Raises :class:`WrongEventLoop` if the outbox is bound to a different loop, or if no event loop runs, and
         :class:`WrongProcess` in a forked child whose parent had opened the outbox.
@@ -95,12 +93,12 @@ class EventLoopGuard:
 
     @property
     def loop(self) -> _Loop | None:
-        """The event loop that the outbox is bound to, possibly closed by now; ``None`` without such a loop."""
+        """The event loop that the outbox is bound to, if any. It may be closed."""
         return self._owner()
 
     @property
     def is_bound(self) -> bool:
-        """True if the outbox was used, and neither the outbox nor the event loop is closed."""
+        """True if the outbox has been used, and neither it nor its event loop is closed."""
         owner = self._owner()
         return owner is not None and not owner.is_closed()
 
@@ -110,14 +108,14 @@ class EventLoopGuard:
             raise WrongProcess(self._subject, self._opened_in, machine.pid())
 
     def leave(self) -> None:
-        """The outbox is closed, so the next event loop may use the outbox."""
+        """Unbind the outbox when it is closed, so that another event loop may use it."""
         with self._taking:
             self._owner = _nobody
 
     def call_soon(self, callback: Callable[[], object]) -> None:
         """Call ``callback`` in the event loop that the outbox is bound to, from any thread."""
         if (owner := self._owner()) is not None:
-            with suppress(RuntimeError):  # the loop was closed just now
+            with suppress(RuntimeError):  # the loop has just been closed
                 owner.call_soon_threadsafe(callback)
 
     def _take(self, loop: _Loop) -> None:
@@ -128,13 +126,13 @@ class EventLoopGuard:
                 raise WrongEventLoop(self._subject, self._describe_owner(), f"in that of {_this_thread()}")
             if self._former() is not loop:
                 for member in self._members:
-                    if (begin_anew := member()) is not None:
-                        begin_anew()
+                    if (reset := member()) is not None:
+                        reset()
             self._owner = self._former = weakref.ref(loop)
             self._thread, self._process = _this_thread(), machine.pid()
 
     def begin_child(self) -> None:
-        """This process is a forked child. Nothing of the parent's is closed, and no event loop is asked."""
+        """Reset the guard in a forked child, without closing the parent's objects or calling its event loop."""
         self._taking = threading.Lock()  # a thread of the parent may have held the lock
         if self._owner is not _nobody:
             self._opened_in = self._process
@@ -145,7 +143,7 @@ class EventLoopGuard:
         owner = self._owner()
         if owner is None:
             return "no event loop yet"
-        state = "runs" if owner.is_running() else "does not run at the moment, and was not closed"
+        state = "runs" if owner.is_running() else "is not running, but was not closed"
         return f"the event loop of {self._thread}, which {state}"
 
 
@@ -170,8 +168,8 @@ def _this_thread() -> str:
 
 T = TypeVar("T")
 
-LOOK_DELAY = 5.0  # seconds between two checks that the thread is alive
-LONGEST_END = 1.0  # seconds that the thread has to end its tasks, and that ``stop`` waits for the thread
+CHECK_DELAY = 5.0  # seconds between two checks that the thread is alive
+LONGEST_END = 1.0  # seconds for the thread to end its tasks, and for ``stop`` to wait for the thread
 
 _turn = threading.Lock()
 _current: Background | None = None
@@ -179,10 +177,10 @@ _inherited: list[Background] = []
 
 
 class Background:
-    """The thread and its event loop."""
+    """A background thread with an event loop."""
 
     def __init__(self) -> None:
-        # Not the loop of the application's policy, which may have a clock of its own.
+        # Not from your application's event loop policy, whose loops may have their own clock.
         self.loop: asyncio.AbstractEventLoop = asyncio.SelectorEventLoop()
         self._users = 0
         self._thread = threading.Thread(target=self._run, name="outboxio", daemon=True)
@@ -194,7 +192,7 @@ class Background:
 
     @classmethod
     def enlist(cls) -> Background:
-        """The thread of this process, kept until :meth:`leave`."""
+        """Return the thread of this process, in use until :meth:`leave`."""
         global _current
         with _turn:
             if _current is None or not _current.is_alive:
@@ -203,7 +201,7 @@ class Background:
             return _current
 
     def leave(self) -> None:
-        """The caller does not need the thread any longer. After the last caller the thread ends."""
+        """Stop using the thread. It ends with its last user."""
         global _current
         with _turn:
             self._users -= 1
@@ -215,37 +213,37 @@ class Background:
 
     @property
     def is_alive(self) -> bool:
-        """True if the thread runs. In a forked child the parent's thread does not run."""
+        """True if the thread is running. The parent's thread does not run in a forked child."""
         return self._thread.is_alive() and not self.loop.is_closed()
 
     def soon(self, callback: Callable[..., object], *args: Any) -> bool:
-        """Let the thread call ``callback``. False if the thread has ended."""
+        """Call ``callback`` in the thread. Return False if the thread has ended."""
         return self.is_alive and call_soon(self.loop, callback, *args)
 
     async def run(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Do ``work`` in the thread, and wait for the result. A cancellation cancels the work, and waits for its end.
+        """Run ``work`` in the thread and return the result. A cancellation cancels the work and waits for it to end.
 
         Raises the error of the work, and :class:`ConnectionResetError` if the thread has ended.
         """
-        home = asyncio.get_running_loop()
-        ended: asyncio.Future[asyncio.Task[T]] = home.create_future()
+        caller_loop = asyncio.get_running_loop()
+        ended: asyncio.Future[asyncio.Task[T]] = caller_loop.create_future()
         tasks: list[asyncio.Task[T]] = []
 
         def begin() -> None:
             tasks.append(self.loop.create_task(work()))
-            tasks[0].add_done_callback(tell)
+            tasks[0].add_done_callback(report)
 
-        def tell(task: asyncio.Task[T]) -> None:
+        def report(task: asyncio.Task[T]) -> None:
             if not task.cancelled():
-                task.exception()  # marks the exception as retrieved: the waiting task may be gone
-            call_soon(home, _settle, ended, task)
+                task.exception()  # mark the exception as retrieved, because the waiting task may be gone
+            call_soon(caller_loop, _settle, ended, task)
 
         if not self.soon(begin):
             raise ConnectionResetError("the thread of the cluster locks has ended")
         cancelled: asyncio.CancelledError | None = None
         while not ended.done():
             try:
-                await asyncio.wait((ended,), timeout=LOOK_DELAY)
+                await asyncio.wait((ended,), timeout=CHECK_DELAY)
                 if not (ended.done() or self.is_alive):
                     raise ConnectionResetError("the thread of the cluster locks has ended")
             except asyncio.CancelledError as error:
@@ -269,13 +267,13 @@ class Background:
                 self.loop.close()
 
     def stop(self) -> None:
-        """End the thread at once, with or without callers that need it, and wait for its end."""
+        """Stop the thread now, even if it is still in use, and wait for it to end."""
         if self.soon(self.loop.stop) and threading.current_thread() is not self._thread:
             self._thread.join(LONGEST_END)
 
 
 def call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *args: Any) -> bool:
-    """Let the event loop of a different thread call ``callback``. False if the loop is closed."""
+    """Call ``callback`` in an event loop of another thread. Return False if the loop is closed."""
     try:
         loop.call_soon_threadsafe(callback, *args)
     except RuntimeError:
@@ -298,7 +296,7 @@ def _settle(future: asyncio.Future[T], result: T) -> None:
 
 
 def _forget_in_child() -> None:
-    """Keep the parent's thread, loop and sockets unchanged: closing the sockets here would disturb the parent."""
+    """Keep references to the parent's thread, loop and sockets: closing the sockets here would affect the parent."""
     global _current, _turn
     _turn = threading.Lock()
     if _current is not None:
@@ -307,7 +305,7 @@ def _forget_in_child() -> None:
 
 
 def _stop_at_exit() -> None:
-    """Close the sessions in good order, and let the daemon thread finish a line of the log."""
+    """Close the sessions cleanly, and let the daemon thread finish writing its log record."""
     if (thread := _current) is not None:
         thread.stop()
 

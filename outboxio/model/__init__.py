@@ -1,1 +1,1 @@
-"""The values of the outbox: frozen data and pure functions without awaits."""
+"""The data types of the outbox: immutable structs, and pure functions without awaits."""

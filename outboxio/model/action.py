@@ -1,4 +1,4 @@
-"""Actions: units of domain work, and the rules for running a failed action again."""
+"""Actions: units of domain work, and the rules for retrying them."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _MOST_DOUBLINGS = 30  # of a microsecond, until that is reached
 
 
 class Retry(Struct, frozen=True, kw_only=True):
-    """When a failed action is run again, whole and in a new transaction.
+    """When a failed action is retried, as a whole and in a new transaction.
 
-    ``on``: an exception class or several; subclasses match, and so does an exception in the ``__cause__`` chain.
-    ``attempts``: runs in all, the first included. ``delay``: the wait before the second run, doubled before each
-    further run and varied by 25 % either way. Each entry counts for itself.
+    ``on``: one or more exception classes; subclasses match, and so do exceptions in the ``__cause__`` chain.
+    ``attempts``: the total number of runs, including the first. ``delay``: the delay before the second run, doubled
+    before each further run, with a jitter of 25 %. Failures are counted separately for each entry.
 
     Example::
 
@@ -57,11 +57,11 @@ Retries = Retry | Sequence[Retry]
 
 
 class Action(Struct, frozen=True, metaclass=NamedStructMeta):
-    """A unit of domain work, committed with the emitted events. The fields are the parameters.
+    """A unit of domain work that commits together with the events it emits. The fields are the parameters.
 
-    Subclass Action and write ``perform``; ``execute`` returns the result of ``perform``. ``type_name="..."`` in the
-    class statement stores a name that differs from the class's. ``retry`` says which failures run the action again.
-    Stale records, serialization failures, deadlocks and tables that changed meanwhile are always retried.
+    Subclass Action and write ``perform``; ``execute`` returns its result. ``type_name="..."`` in the class statement
+    sets a stored name other than the class's. ``retry`` determines which failures are retried. Stale records,
+    serialization failures, deadlocks and tables that changed during the transaction are always retried.
 
     Example::
 
@@ -79,28 +79,28 @@ class Action(Struct, frozen=True, metaclass=NamedStructMeta):
     retry: ClassVar[Retries] = ()
 
     async def perform(self, tx: Transaction) -> Any:
-        """Do the work on ``tx``, and emit events. A retry runs ``perform`` again from the start."""
+        """Do the work in ``tx``, and emit events. A retry runs ``perform`` again from the start."""
         raise TypeError(f"{type(self).__name__} has no perform method: write `async def perform(self, tx)`")
 
 
 def make_action_class(cls: Any, retry: tuple[Retry, ...]) -> None:
-    """Make a class with a name an action."""
+    """Turn a class that has a stored name into an action."""
     cls.__action_retry__ = retry
 
 
 def is_action(cls: type) -> bool:
-    """True for a subclass of :class:`Action` and for a class that was decorated with ``action``."""
+    """True for a subclass of :class:`Action` and for a class decorated with ``action``."""
     return issubclass(cls, Action) or "__action_retry__" in cls.__dict__
 
 
 def name_and_retries(action: object) -> tuple[str, tuple[Retry, ...]]:
-    """The stored name of an action, and the entries of its class. :class:`InvalidEvent` for another object."""
+    """Return the stored name of an action, and the retries of its class. Raises :class:`InvalidEvent` otherwise."""
     cls: Any = type(action)
     if isinstance(action, Action):
         return cls.__type_name__, as_entries(action.retry)
     if not is_action(cls):
-        remedy = "is no Action; define its class as `class X(Action)`"
-        raise InvalidEvent("execute", f"{briefly(action)} {remedy}", logged=f"a {cls.__name__} {remedy}")
+        reason = "is not an Action; define its class as `class X(Action)`"
+        raise InvalidEvent("execute", f"{briefly(action)} {reason}", logged=f"a {cls.__name__} {reason}")
     return cls.__type_name__, cls.__action_retry__
 
 
@@ -111,7 +111,7 @@ class Performs(Protocol[Result_co]):
 
 
 class RetryCounter:
-    """Counts the failed runs of an execution, apart for each :class:`Retry` entry."""
+    """Counts the failed runs of an execution, separately for each :class:`Retry` entry."""
 
     def __init__(self, entries: Sequence[Retry], otherwise: Callable[[BaseException], Retry | None]) -> None:
         self._entries = entries
@@ -119,7 +119,7 @@ class RetryCounter:
         self._failed: dict[Retry, int] = {}
 
     def delay_after(self, error: BaseException) -> float | None:
-        """Seconds to wait before the next run, or ``None`` if there is no next run."""
+        """Return the seconds to wait before the next run, or ``None`` if there is none."""
         entry = next((e for e in self._entries if e.matches(error)), None) or self._otherwise(error)
         if entry is None:
             return None
@@ -131,16 +131,16 @@ class RetryCounter:
 
 
 def as_entries(retry: Retries) -> tuple[Retry, ...]:
-    """The entries as a tuple; :class:`ConfigurationError` for a value of any other type."""
+    """Return the entries as a tuple. Raises :class:`ConfigurationError` for any other value."""
     if retry == ():
         return ()  # as most actions have it
     if isinstance(retry, Retry):
         return (retry,)
-    given: Any = retry  # callers may not be typed
+    value: Any = retry  # callers may not be typed
     try:
-        entries: tuple[Any, ...] = tuple(given)
+        entries: tuple[Any, ...] = tuple(value)
     except TypeError:
-        entries = (given,)
+        entries = (value,)
     for entry in entries:
         if not isinstance(entry, Retry):
             raise ConfigurationError(f"retry is {briefly(retry)}; expected a Retry, or a list of them")
@@ -148,7 +148,7 @@ def as_entries(retry: Retries) -> tuple[Retry, ...]:
 
 
 def cause_chain(error: BaseException) -> Iterator[BaseException]:
-    """The error and the causes of the error, without repeats even if the chain is a circle."""
+    """Yield the error and its causes, each once even if the chain is circular."""
     seen: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:

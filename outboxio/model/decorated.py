@@ -1,4 +1,4 @@
-"""Decorators: classes of an application become event classes and actions, and functions become upcasters."""
+"""Decorators that register your own classes as events and actions, and functions as upcasters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from outboxio.model.payloads.classes import KINDS, AnyEvent, Upcast, is_supporte
 from outboxio.model.payloads.fields import unfit_field
 from outboxio.support.text import briefly
 
-# pyright applies decorators before it knows that the class is a dataclass, so the classes are any classes here.
+# pyright applies decorators before it recognizes the class as a dataclass, so any class is accepted here.
 C = TypeVar("C", bound=type[Any])
 U = TypeVar("U", bound=Upcast)
 
@@ -36,13 +36,13 @@ def event(type_name: str | None = None, *, aliases: Iterable[str] = (), version:
 def event(type_name: Any = None, *, aliases: Iterable[str] = (), version: int = 1) -> Any:
     """Make a Pydantic model, a dataclass, an attrs class or a msgspec struct an event class.
 
-    Events of the class are emitted, stored and handled like those of an :class:`Event`. Rows carry the class's simple
-    name, or ``type_name``. A renamed class reads old rows through ``aliases``. ``version`` counts the shapes that the
-    payload has had (see :func:`upcaster`). The decorator stands above the decorator that makes the class a dataclass.
-    A subclass needs the decorator for itself.
+    Events of the class are emitted, stored and handled like those of an :class:`Event`. Rows store the simple name of
+    the class, or ``type_name``. After renaming a class, list its old names in ``aliases``. Increase ``version`` when
+    the structure of the payload changes (see :func:`upcaster`). Apply this decorator above the one that makes the class
+    a dataclass. Subclasses must be decorated separately.
 
-    Raises :class:`RegistrationError` for a class of another kind, for a second decoration, and for a field that JSON
-    cannot hold; :class:`InvalidEvent` for a name or a version that cannot be stored.
+    Raises :class:`RegistrationError` for an unsupported class, for a class that is already decorated, and for a field
+    that JSON cannot represent; :class:`InvalidEvent` for a name or a version that cannot be stored.
 
     Example::
 
@@ -81,10 +81,11 @@ def action(type_name: str | None = None, *, retry: Retries = ()) -> Callable[[C]
 def action(type_name: Any = None, *, retry: Retries = ()) -> Any:
     """Make a Pydantic model, a dataclass, an attrs class or a msgspec struct an action: its fields are the parameters.
 
-    The class has ``async def perform(self, tx)``, as an :class:`Action` has. ``type_name`` is the stored name of the
-    action, by default the class's. ``retry`` says which failures run the action again.
+    The class must have ``async def perform(self, tx)``, like an :class:`Action`. ``type_name`` is the stored name of
+    the action, by default the name of the class. ``retry`` determines which failures are retried.
 
-    Raises :class:`RegistrationError` for a class of another kind, without ``perform``, or for a second decoration.
+    Raises :class:`RegistrationError` for an unsupported class, a class without ``perform``, and a class that is already
+    decorated.
 
     Example::
 
@@ -114,13 +115,13 @@ def _decorated_action(cls: C, name: str | None, retry: Retries) -> C:
 
 
 def upcaster(cls: type[AnyEvent], *, from_version: int) -> Callable[[U], U]:
-    """Register a function that leads the stored JSON object of ``from_version`` to the next version.
+    """Register a function that converts the stored JSON object of ``from_version`` to the next version.
 
-    The function gets the object as a dict of JSON values, and returns the dict. Rows of older versions go through one
-    function after the other, and are decoded then; the rows themselves stay unchanged. Register the functions before
-    the handlers.
+    The function gets the object as a dict of JSON values, and returns the converted dict. Rows of older versions pass
+    through all functions in turn before they are decoded; the rows themselves do not change. Register the functions
+    before the handlers.
 
-    Raises :class:`RegistrationError` for a class that is no event class, for a version that has no next version, and
+    Raises :class:`RegistrationError` for a class that is not an event class, for a version without a next version, and
     for a second function of the same version.
 
     Example::
@@ -136,11 +137,11 @@ def upcaster(cls: type[AnyEvent], *, from_version: int) -> Callable[[U], U]:
     """
     if not is_event_class(cls):
         raise RegistrationError(f"upcaster of {briefly(cls)}: expected an event class")
-    name, version, given = type_name(cls), version_of(cls), from_version
-    steps: Any = given  # callers may not be typed
-    if not isinstance(steps, int) or isinstance(steps, bool) or not 1 <= steps < version:
+    name, version = type_name(cls), version_of(cls)
+    start: Any = from_version  # callers may not be typed
+    if not isinstance(start, int) or isinstance(start, bool) or not 1 <= start < version:
         raise RegistrationError(
-            f"upcaster of {name}: from_version is {briefly(given)}, and the class has version {version}; expected a "
+            f"upcaster of {name}: from_version is {briefly(start)}, and the class has version {version}; expected a "
             "whole number from 1 to the version before that, or a larger version= of the class"
         )
 
@@ -158,7 +159,7 @@ def _refuse_class(cls: Any, kind: str, is_one: Callable[[Any], bool]) -> None:
     if not isinstance(cls, type):
         raise RegistrationError(f"@outboxio.{kind} decorates a class, not {briefly(cls)}")
     if is_one(cls):
-        raise RegistrationError(f"{_where(cls)} is an {kind} already; leave @outboxio.{kind} out, or decorate it once")
+        raise RegistrationError(f"{_where(cls)} is already an {kind}; remove @outboxio.{kind}, or decorate it once")
     if not is_supported(cls):
         raise RegistrationError(
             f"@outboxio.{kind} is for {KINDS}, and {_where(cls)} is none of them; if another decorator makes it one, "

@@ -1,4 +1,4 @@
-"""Emitting: an event becomes the record of a row, or is refused before a statement is sent to the database."""
+"""Emitting: converts events to rows, and refuses invalid events before a statement is sent to the database."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ class Origin(Struct, frozen=True):
 
 
 current_origin: ContextVar[Origin | None] = ContextVar("outboxio_current_origin", default=None)
-"""The origin of the actions that run here, outside of handlers."""
+"""The origin of actions in this context, outside of handlers."""
 
 
 class EventRouting(TypedDict):
-    """The columns of an event that decide on handlers, order and time."""
+    """The columns of an event that determine its handlers, order and time."""
 
     ordering_key: str | None
     topic: str | None
@@ -74,14 +74,14 @@ OTHER_TYPES = "other"
 
 
 class Watcher(Protocol):
-    """Is told of the events of this process, in tests: ``outbox_events`` shows the events of any outbox."""
+    """Observes the events of this process, in tests: ``outbox_events`` shows the events of any outbox."""
 
     def emitted(self, event_id: UUID, event: object) -> None:
-        """An event object was emitted. The event is not written yet, and may never be written."""
+        """Called when an event object is emitted. The event is not written yet, and may never be written."""
         ...
 
     def written(self, action: ActionRecord, events: Sequence[EventRecord]) -> None:
-        """The rows of an action were written: at COMMIT, or at the INSERT if the application commits later."""
+        """Called when the rows of an action are written: at COMMIT, or at the INSERT if the caller commits later."""
         ...
 
 
@@ -89,13 +89,13 @@ watchers: list[Watcher] = []
 """The watchers; empty except in tests."""
 
 
-def tell_written(action: ActionRecord, events: Sequence[EventRecord]) -> None:
+def notify_watchers(action: ActionRecord, events: Sequence[EventRecord]) -> None:
     for watcher in watchers:
         watcher.written(action, events)
 
 
 class Emission(Struct, frozen=True):
-    """What an emitter knows of an event class: found once for each class."""
+    """The cached properties of an event class that an emitter needs."""
 
     name: str
     subject: str
@@ -110,7 +110,7 @@ class Emission(Struct, frozen=True):
 
 
 class Emitter:
-    """Makes event records for a database, with the event types of the outbox and the limits of the database."""
+    """Creates event records for a database, with the event types of the outbox and the limits of the database."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class Emitter:
         telemetry: TelemetryChoice | None = None,
     ) -> None:
         self.telemetry = telemetry or TelemetryChoice()
-        """Is told when the records are written."""
+        """Observes when the records are written."""
         self._types = types
         self.stores_nul = stores_nul
         self.check_numbers = check_numbers
@@ -132,15 +132,15 @@ class Emitter:
         self._validates = validates
         self._emissions: dict[type, Emission] = {}
         self.sent: dict[str, int] = {}
-        """How many events of each type were written to the database, sentinel events left out. Types that no code here
-        names count as :data:`OTHER_TYPES`: their number is unlimited, because senders choose them."""
+        """The number of written events by type, without sentinel events. Types that are unknown in this process count
+        as :data:`OTHER_TYPES`, because their number is unbounded."""
 
     def count(self, events: Iterable[EventRecord]) -> None:
-        """Events were written to the database."""
+        """Count events that were written to the database."""
         sent = self.sent
         for event in events:
             if (name := event.event_type) is not None:
-                if name not in sent and not self._types.knows(name):
+                if name not in sent and not self._types.uses(name):
                     name = OTHER_TYPES
                 sent[name] = sent.get(name, 0) + 1
 
@@ -155,8 +155,8 @@ class Emitter:
         topic: str | None = None,
         available_at: datetime | None = None,
     ) -> EventRecord:
-        """The record of ``event``; :class:`InvalidEvent` or :class:`TooManyHops` if the event is refused."""
-        emission = self._emissions.get(type(event)) or self._learn(event)
+        """Return the record of ``event``. Raises :class:`InvalidEvent` or :class:`TooManyHops` if it is refused."""
+        emission = self._emissions.get(type(event)) or self._register(event)
         if cause is not None and cause.hops >= self._max_hops:
             raise TooManyHops(cause.hops + 1, self._max_hops, cause.handler_name)
         subject = emission.subject
@@ -164,8 +164,8 @@ class Emitter:
         if emission.check is not None:
             try:
                 emission.check(payload)
-            except Exception as error:  # __post_init__ is code of the application, and may raise any error
-                raise unreadable(error, subject) from error
+            except Exception as error:  # __post_init__ is user code, and may raise any error
+                raise undecodable(error, subject) from error
         id_text, type_text = column_text(model_id, subject, "model_id"), column_text(model_type, subject, "model_type")
         if emission.names_model:
             payload = with_model(payload, id_text, type_text)
@@ -197,7 +197,7 @@ class Emitter:
         correlation_id: str | None = None,
         headers: Mapping[str, Any] | None = None,
     ) -> ActionRecord:
-        """The columns that the rows of an execution share. :class:`InvalidEvent` if a value cannot be stored."""
+        """Return the columns shared by the rows of an execution. Raises :class:`InvalidEvent` for an invalid value."""
         checked_name(action_name, "action_name")
         if cause is None and (origin := current_origin.get()) is not None:
             correlation_id = origin.correlation_id if correlation_id is None else correlation_id
@@ -219,24 +219,24 @@ class Emitter:
             hops=0 if cause is None else cause.hops + 1,
         )
 
-    def _learn(self, event: AnyEvent) -> Emission:
-        """Register the class of an event. :class:`InvalidEvent` if no event of the class can be stored and read."""
+    def _register(self, event: AnyEvent) -> Emission:
+        """Register the class of an event. Raises :class:`InvalidEvent` if its events cannot be stored and decoded."""
         cls = type(event)
         if isinstance(event, type) and is_event_class(event):
             raise InvalidEvent("emit", f"{event.__name__} is a class; emit an instance, as in `{event.__name__}(...)`")
         if not is_event_class(cls):
-            remedy = f"is no Event; {_remedy(cls)}"
-            raise InvalidEvent("emit", f"{briefly(event)} {remedy}", logged=f"a {cls.__name__} {remedy}")
+            reason = f"is not an Event; {_fix_for(cls)}"
+            raise InvalidEvent("emit", f"{briefly(event)} {reason}", logged=f"a {cls.__name__} {reason}")
         name = self._types.register(cls)
         subject = f"event {name}"
-        reason = unfit_field(cls) if self._validates else None
-        if reason is not None:
-            raise InvalidEvent(subject, f"its {reason}")
+        unfit = unfit_field(cls) if self._validates else None
+        if unfit is not None:
+            raise InvalidEvent(subject, f"its {unfit}")
         check = _decoder(cls, subject) if self._validates else None
         headers, encoder = header_of(version_of(cls)), encoder_of(cls)
         numbers = self.check_numbers
         if numbers is not None and check is not None and not needs_check(cls, numbers):
-            numbers = None  # the check of an event ensures that its fields are of their types
+            numbers = None  # validation ensures that the fields have their declared types
         emission = self._emissions[cls] = Emission(name, subject, headers, encoder, check, numbers, has_style(cls))
         return emission
 
@@ -246,11 +246,11 @@ class Emitter:
     def routing(
         self, subject: str, *, ordering_key: object, topic: str | None, available_at: datetime | None
     ) -> EventRouting:
-        """The checked columns that decide on handlers, order and time."""
+        """Return the validated columns that determine handlers, order and time."""
         return {
             "ordering_key": column_text(ordering_key, subject, "ordering_key"),
             "topic": None if topic is None else checked_name(topic, f"topic of {subject}"),
-            "available_at": _moment(available_at, subject),
+            "available_at": _time(available_at, subject),
         }
 
 
@@ -259,63 +259,63 @@ def _decoder(cls: type, subject: str) -> Decoder:
         return decoder_of(cls)
     except NameError as error:
         raise InvalidEvent(
-            subject, f"the type of a field cannot be found: {error}; import the type at run time, not for type "
-            "checkers only, or no handler can read the event"
+            subject, f"the type of a field cannot be resolved: {error}; import the type at run time, not only for type "
+            "checkers, or no handler can decode the event"
         ) from error  # fmt: skip
 
 
-def _remedy(cls: type) -> str:
+def _fix_for(cls: type) -> str:
     if is_supported(cls) and not issubclass(cls, Struct):
         return "decorate its class with `@outboxio.event`"
     return "define its class as `class X(Event)`"
 
 
-def unreadable(error: Exception, subject: str) -> InvalidEvent:
-    """The error for an event that was encoded and cannot be decoded."""
+def undecodable(error: Exception, subject: str) -> InvalidEvent:
+    """Return the error for an event that was encoded but cannot be decoded."""
     text = problems_in(error, with_texts=True) if is_pydantic_error(error) else str(error) or type(error).__name__
-    told = text.replace("`null`", "`None`") if isinstance(error, ValidationError) else text
-    return InvalidEvent(subject, f"its fields are not of their types: {told}")
+    reason = text.replace("`null`", "`None`") if isinstance(error, ValidationError) else text
+    return InvalidEvent(subject, f"its fields do not match their types: {reason}")
 
 
 def _with_origin(headers: Mapping[str, Any] | None, origin: Origin) -> Mapping[str, Any] | None:
-    """The headers of an execution over the headers of its origin."""
+    """Merge the headers of an execution over those of its origin."""
     if headers is None:
         return origin.headers
     return {**origin.headers, **headers} if isinstance(headers, Mapping) else headers  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not be typed
 
 
 def encode_params(params: object, action_name: str, *, stores_nul: bool, check: Check | None = None) -> str:
-    """An action's parameters as JSON: a struct, a mapping, or ``None`` as ``{}``."""
+    """Encode an action's parameters as JSON: a struct, a mapping, or ``None`` as ``{}``."""
     return (
         "{}" if params is None else encode_any(params, f"params of {action_name}", stores_nul=stores_nul, check=check)
     )
 
 
 def encode_headers(headers: object, action_name: str, *, stores_nul: bool, check: Check | None = None) -> str | None:
-    """The headers of an execution as JSON, or ``None`` if there are no headers."""
-    given: Any = headers  # callers may not be typed
-    if given is None or (isinstance(given, Mapping) and not given):
+    """Encode the headers of an execution as JSON; ``None`` without headers."""
+    value: Any = headers  # callers may not be typed
+    if value is None or (isinstance(value, Mapping) and not value):
         return None
-    if isinstance(given, Mapping):
-        refuse_reserved(cast("Mapping[str, Any]", given), f"headers of {action_name}")
+    if isinstance(value, Mapping):
+        refuse_reserved(cast("Mapping[str, Any]", value), f"headers of {action_name}")
     return encode_object(headers, f"headers of {action_name}", stores_nul=stores_nul, check=check)
 
 
 def column_text(value: object, subject: str, column: str) -> str | None:
-    """A value that is stored as text, such as a model id; :class:`InvalidEvent` if it cannot be stored."""
+    """Return a value that is stored as text, such as a model id. Raises :class:`InvalidEvent` if it is invalid."""
     if value is None:
         return None
     if isinstance(value, str):
         return checked_text(value, f"{column} of {subject}")
     try:
         return checked_text(str(value), f"{column} of {subject}")
-    except ValueError as error:  # Python writes no integer of more than 4,300 digits
+    except ValueError as error:  # Python does not convert integers of more than 4,300 digits
         raise InvalidEvent(f"{column} of {subject}", f"{briefly(value)} cannot be written as text: {error}") from error
 
 
-def _moment(value: object, subject: str) -> datetime | None:
+def _time(value: object, subject: str) -> datetime | None:
     if value is None:
         return None
     if not isinstance(value, datetime):
-        raise InvalidEvent(f"available_at of {subject}", f"{briefly(value)} is no datetime")
+        raise InvalidEvent(f"available_at of {subject}", f"{briefly(value)} is not a datetime")
     return naive_utc(value)

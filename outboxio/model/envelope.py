@@ -1,4 +1,4 @@
-"""Envelopes: the event that a handler receives, with the context of the causing action."""
+"""Envelopes: the event that a handler receives, with the context of the action that emitted it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class HandlerContext(Struct, kw_only=True, eq=False):
     outbox: object
     redact: Redact = keep_all
     telemetry: HandlingTelemetry | None = None
-    """Is told of each call of a handler, if there is telemetry for calls."""
+    """Observes each call of a handler, if there is telemetry for calls."""
     handler_name_of: Callable[[str], str] = str
     """The handler's name for a stored name, which may be an alias."""
 
@@ -69,12 +69,12 @@ class HandlerContext(Struct, kw_only=True, eq=False):
 
 
 class EventEnvelope(Struct, Generic[E_co], eq=False):
-    """An event with its context, as one handler receives it.
+    """An event with its context, as passed to a handler.
 
-    ``event`` is the decoded event; in a raw handler, the stored JSON of the event. ``event_id`` stays the same over
-    retries and over handlers; :meth:`idempotency_key` is made of it. ``attempt`` counts the runs of this handler for
-    this event from 1. Dates are naive UTC. ``stopping`` is set when the application leaves ``running()``: a long
-    handler should end then.
+    ``event`` is the decoded event; in a raw handler, its stored JSON. ``event_id`` is the same for all retries and
+    handlers; :meth:`idempotency_key` is derived from it. ``attempt`` counts the runs of this handler for this event,
+    from 1. Dates are naive UTC. ``stopping`` is set when your application leaves ``running()``: a long handler should
+    then return.
 
     Example::
 
@@ -90,11 +90,11 @@ class EventEnvelope(Struct, Generic[E_co], eq=False):
     _tx: Transaction | None = None
     _is_tx_shared: bool = False
     is_over: bool = False
-    """True if the handler has ended; tasks that the handler has spawned may go on."""
+    """True if the handler has ended; tasks that it has spawned may still be running."""
     batch_size: int | None = None
-    """The number of events of the call, in the first envelope of a batch only."""
+    """The number of events in the call, in the first envelope of a batch only."""
     in_log: Mapping[str, object] | None = None
-    """The fields of log records of the handler, as soon as it has written one."""
+    """The fields of the handler's log records, cached when it writes the first one."""
 
     @property
     def event_id(self) -> UUID:
@@ -108,8 +108,7 @@ class EventEnvelope(Struct, Generic[E_co], eq=False):
 
     @property
     def payload(self) -> bytes:
-        """The stored JSON of the event, of the version :attr:`event_version`. PostgreSQL and MySQL store JSON in a form
-        of their own: keys may have another order than in the emitted event.
+        """The stored JSON of the event, of the version :attr:`event_version`. Databases may reorder its keys.
 
         Example::
 
@@ -119,7 +118,7 @@ class EventEnvelope(Struct, Generic[E_co], eq=False):
 
     @property
     def notification_id(self) -> UUID:
-        """The id of the notification, which says that this handler is owed this event."""
+        """The id of the notification, the delivery of this event to this handler."""
         return self._row.id
 
     @property
@@ -128,7 +127,7 @@ class EventEnvelope(Struct, Generic[E_co], eq=False):
 
     @property
     def shard(self) -> str:
-        """The name of the shard that the event lives on."""
+        """The name of the shard that stores the event."""
         return self._context.shard
 
     @property
@@ -150,11 +149,11 @@ class EventEnvelope(Struct, Generic[E_co], eq=False):
         return decode_object(self._row.context.action_params)
 
     def params(self, type: type[P]) -> P:
-        """The parameters of the action as an object of a class, or of any type that msgspec decodes.
+        """Decode the parameters of the action as a class, or as any type that msgspec decodes.
 
         A ``Decimal`` in the class gets all digits of the stored number, and in ``dict[str, Any]`` each number with a
-        point is a ``Decimal``: no decimal number becomes a float, unless the class asks for a float. Raises
-        ``msgspec.ValidationError`` if the parameters do not fit, with the place of the value.
+        decimal point is a ``Decimal``: decimal numbers become floats only if the class declares a float. Raises
+        ``msgspec.ValidationError``, with the path of the value, if the parameters do not match.
 
         Example::
 
@@ -168,7 +167,7 @@ class EventEnvelope(Struct, Generic[E_co], eq=False):
 
     @property
     def started_date(self) -> datetime:
-        """When the action began."""
+        """When the action started."""
         return self._row.context.started_date
 
     @property
@@ -190,12 +189,12 @@ class EventEnvelope(Struct, Generic[E_co], eq=False):
 
     @property
     def ordering_key(self) -> str | None:
-        """The ordering key: ordered handlers keep the order of events with the same key."""
+        """The ordering key: ordered handlers process events with the same key in order."""
         return self._row.context.ordering_key
 
     @property
     def source(self) -> str | None:
-        """The source of an inbox message; ``None`` for an event of the application itself."""
+        """The source of an inbox message; ``None`` for an event that your application emitted."""
         if self._row.context.action_name != RECEIVED_ACTION:
             return None
         source: str | None = self.action_params.get("source")
@@ -213,19 +212,19 @@ class EventEnvelope(Struct, Generic[E_co], eq=False):
 
     @property
     def headers(self) -> dict[str, Any]:
-        """The headers of the execution; an empty mapping if the execution has no headers."""
+        """The headers of the execution; an empty mapping if it has none."""
         headers = decode_object(self._row.context.headers)
         headers.pop(VERSION_HEADER, None)
         return headers
 
     @property
     def has_headers(self) -> bool:
-        """False if :attr:`headers` is surely empty and :attr:`event_version` is 1, found out without decoding."""
+        """False if :attr:`headers` is certainly empty and :attr:`event_version` is 1; nothing is decoded."""
         return len(bytes(self._row.context.headers)) > _NO_HEADERS
 
     @property
     def event_version(self) -> int:
-        """The version under which the event is stored. :attr:`event` is of the version of the class here."""
+        """The version under which the event is stored. :attr:`event` is upcast to the version of the class."""
         return version_in(self._row.context.headers)
 
     @property
@@ -235,8 +234,8 @@ class EventEnvelope(Struct, Generic[E_co], eq=False):
 
     @property
     def stopping(self) -> asyncio.Event:
-        """Is set when the application leaves ``running()``. A run that goes on is cancelled after ``shutdown_timeout``;
-        the cancelled run uses up no attempt."""
+        """Set when your application leaves ``running()``. A run that continues is cancelled after ``shutdown_timeout``,
+        which does not count as an attempt."""
         return self._context.stopping
 
     @property
@@ -250,10 +249,11 @@ class EventEnvelope(Struct, Generic[E_co], eq=False):
         return self._tx
 
     def idempotency_key(self, name: str) -> UUID:
-        """Return the key of one effect of this handler, for a service that carries out a repeated key only once.
+        """Return the idempotency key of an effect of this handler, for a service that ignores repeated keys.
 
-        The key is the same in each attempt and process, after a retry or a replay, and for a message delivered again to
-        ``inbox.consume``; other names, handlers and events have others. :class:`ConfigurationError` for a blank name.
+        The key is the same in every attempt and process, after a retry or a replay, and for a message that is
+        redelivered to ``inbox.consume``. It differs between names, handlers and events. Raises
+        :class:`ConfigurationError` for a blank name.
 
         Example::
 
@@ -272,11 +272,11 @@ class EventEnvelope(Struct, Generic[E_co], eq=False):
         topic: str | None = None,
         available_at: datetime | None = None,
     ) -> None:
-        """Record an event that this handler causes.
+        """Record an event that is caused by this handler.
 
-        The event is committed in the same transaction as the success of the run, so a run that fails emits no event.
-        The parameters are those of ``tx.emit``. Raises :class:`InvalidEvent` if the event cannot be stored, and
-        :class:`TooManyHops` if a chain of events becomes longer than ``max_hops``.
+        The event is committed in the same transaction as the success of the run, so a failed run emits nothing. The
+        parameters are those of ``tx.emit``. Raises :class:`InvalidEvent` if the event cannot be stored, and
+        :class:`TooManyHops` if the chain of events becomes longer than ``max_hops``.
         """
         if model is not None:
             model_id, model_type = named_by(model, model_id, model_type)
@@ -304,14 +304,14 @@ class EventEnvelope(Struct, Generic[E_co], eq=False):
 
         In a transactional handler the action joins :attr:`tx` and commits with it; another shard is refused.
 
-        A synchronous handler calls ``anyio.from_thread.run(envelope.execute, action)``, because a thread has no event
-        loop: a direct call there raises :class:`ConfigurationError`.
+        A synchronous handler must call ``anyio.from_thread.run(envelope.execute, action)``, because it runs in a thread
+        without an event loop: a direct call there raises :class:`ConfigurationError`.
         """
         try:
             asyncio.get_running_loop()
         except RuntimeError:
             raise ConfigurationError(
-                f"handler {self._row.handler_name!r} runs in a thread, where no event loop runs: call "
+                f"handler {self._row.handler_name!r} runs in a thread without an event loop: call "
                 "anyio.from_thread.run(envelope.execute, action), or write the handler as `async def`"
             ) from None
         return self._execute(action, shard)
@@ -327,7 +327,7 @@ class EventEnvelope(Struct, Generic[E_co], eq=False):
         return await self._context.execute(action, shard=shard or self._context.shard)
 
     def within(self, tx: Transaction, *, shared: bool) -> None:
-        """Work in ``tx`` from now on. ``shared``: the envelopes of a batch share it, and each keeps its own events."""
+        """Use ``tx`` from now on. ``shared``: the envelopes of a batch share it, and each keeps its own events."""
         self._tx = tx
         self._is_tx_shared = shared
 
@@ -348,18 +348,18 @@ class EventEnvelope(Struct, Generic[E_co], eq=False):
 
     @property
     def trace_headers(self) -> dict[str, str]:
-        """The headers of the event's trace, as far as the event has a trace."""
+        """The trace headers of the event, if it has any."""
         return carried(headers_in(self._row.context.headers))
 
     def continues_trace(self, action: ActionRecord) -> ActionRecord:
-        """The action of events that this handler emits, with the trace of the handler's event if there is telemetry."""
+        """Return the action of emitted events, with the trace of the handler's event if there is telemetry."""
         if self._context.emitter.telemetry.chosen is NO_TELEMETRY:
             return action
         trace = self.trace_headers
         return replace(action, headers=with_trace(action.headers, trace, trace)) if trace else action
 
     def send_later(self, action: ActionRecord) -> ActionRecord:
-        """The action of the emitted events, which are written together with the outcome of the run."""
+        """Return the action of the emitted events, which are written together with the outcome of the run."""
         action = self.continues_trace(action)
         sending = self._context.emitter.telemetry.chosen.sending(self.shard, action, self.emitted)
         with sending:
@@ -384,17 +384,17 @@ class EventEnvelope(Struct, Generic[E_co], eq=False):
 
 def _idempotency_key(envelope: EventEnvelope[Any], name: str) -> UUID:
     if not isinstance(name, str) or not name.strip():  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not be typed
-        raise ConfigurationError(f"idempotency_key({briefly(name)}): give a name of the effect, such as 'charge'")
+        raise ConfigurationError(f"idempotency_key({briefly(name)}): pass a name for the effect, such as 'charge'")
     origin = envelope.event_id
     if (source := envelope.source) is not None:  # each delivery to inbox.consume has a new event id
         message = (envelope.namespace, envelope.shard, source, str(envelope.action_params.get("external_id")))
         origin = reduce(uuid5, message, NAMESPACE_OID)
-    # A row keeps the handler's name under which it was stored, so a rename with an alias changes no key.
+    # A row keeps the handler name under which it was stored, so renaming with an alias does not change keys.
     return reduce(uuid5, (envelope.handler_name, name), origin)
 
 
 def as_bytes(payload: Any) -> bytes:
-    """The JSON of a row's payload, which is text, or bytes, or ``None``."""
+    """Return the JSON of a row's payload, which is text, or bytes, or ``None``."""
     return payload.encode() if isinstance(payload, str) else b"null" if payload is None else bytes(payload)
 
 
@@ -406,7 +406,7 @@ _enclosing: ContextVar[tuple[EventEnvelope[Any], ...]] = ContextVar("outboxio_en
 
 
 def run_fields() -> dict[str, object]:
-    """The log fields, with their prefix, of the run under way; empty outside of a handler."""
+    """Return the prefixed log fields of the current run; empty outside of a handler."""
     envelope = current_envelope.get()
     if envelope is None or envelope.is_over:
         return {}
@@ -420,20 +420,20 @@ take_run_fields_from(run_fields)
 
 
 def begin_inside() -> None:
-    """Make the running handler, if there is one, a handler around the handlers that run in this context from now on."""
+    """Record the current handler, if any, as enclosing the handlers that run in this context from now on."""
     envelope = current_envelope.get()
     if envelope is not None and not envelope.is_over:
         _enclosing.set((*_enclosing.get(), envelope))
 
 
 def leave_handlers() -> None:
-    """The code that runs from now on in this context is inside of no handler."""
+    """Mark this context as outside of any handler."""
     current_envelope.set(None)
     _enclosing.set(())
 
 
 def handler_around(outbox: object) -> EventEnvelope[Any] | None:
-    """The envelope of the innermost handler of an outbox around this call, unless the handler has ended."""
+    """Return the envelope of the innermost running handler of an outbox around this call."""
     around: Sequence[EventEnvelope[Any] | None] = (current_envelope.get(), *reversed(_enclosing.get()))
     for envelope in around:
         if envelope is not None and not envelope.is_over and envelope.is_of(outbox):

@@ -28,7 +28,7 @@ NAME_LENGTH = 255
 
 
 def checked_name(value: object, subject: str) -> str:
-    """``value``; :class:`InvalidEvent`, naming ``subject``, if a name column cannot hold the value."""
+    """Return ``value``. Raises :class:`InvalidEvent`, naming ``subject``, if a name column cannot hold it."""
     text = checked_text(value, subject)
     if not text.strip():
         raise InvalidEvent(subject, f"{text!r} is blank")
@@ -36,9 +36,9 @@ def checked_name(value: object, subject: str) -> str:
 
 
 def checked_text(value: object, subject: str) -> str:
-    """``value``; :class:`InvalidEvent`, naming ``subject``, if a varchar column cannot hold the value."""
+    """Return ``value``. Raises :class:`InvalidEvent`, naming ``subject``, if a varchar column cannot hold it."""
     if not isinstance(value, str):
-        raise InvalidEvent(subject, f"{briefly(value)} is no string")
+        raise InvalidEvent(subject, f"{briefly(value)} is not a string")
     if len(value) > NAME_LENGTH:
         raise InvalidEvent(subject, f"{value[:40]!r}... has {len(value)} characters; the column holds {NAME_LENGTH}")
     if "\0" in value:
@@ -47,32 +47,32 @@ def checked_text(value: object, subject: str) -> str:
         try:
             value.encode()
         except UnicodeEncodeError:
-            raise InvalidEvent(subject, f"{value!r} contains a lone surrogate, which is no Unicode text") from None
+            raise InvalidEvent(subject, f"{value!r} contains a lone surrogate, which is not valid Unicode") from None
     return value
 
 
 def _not_text(aliases: Iterable[str], name: str) -> Iterable[str]:
     if isinstance(aliases, str):
-        raise InvalidEvent(f"aliases of {name}", f"{aliases!r} is one string; give a set of names: {{{aliases!r}}}")
+        raise InvalidEvent(f"aliases of {name}", f"{aliases!r} is one string; pass a set of names: {{{aliases!r}}}")
     return aliases
 
 
 def name_class(cls: Any, type_name: str | None, aliases: Iterable[str]) -> None:
-    """Give a class the names of its stored rows. :class:`InvalidEvent` for a name that cannot be stored."""
+    """Set the stored names of a class. Raises :class:`InvalidEvent` for a name that cannot be stored."""
     name = cls.__name__
     cls.__type_name__ = checked_name(type_name if type_name is not None else name, f"type_name of {name}")
     cls.__type_aliases__ = frozenset(checked_name(a, f"an alias of {name}") for a in _not_text(aliases, name))
 
 
 def make_event_class(cls: Any, version: int) -> None:
-    """Make a class with names an event class. :class:`InvalidEvent` for a value that is no version."""
+    """Turn a class with stored names into an event class. Raises :class:`InvalidEvent` for an invalid version."""
     cls.__event_version__ = checked_version(version, f"version of {cls.__name__}")
     cls.__event_upcasters__ = {}
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
 class NamedStructMeta(StructMeta):
-    """Gives a struct class a name for stored rows, apart from the class's own name."""
+    """Gives a struct class a stored name, which may differ from the name of the class."""
 
     __type_name__: str
     __type_aliases__: frozenset[str]
@@ -94,7 +94,7 @@ class NamedStructMeta(StructMeta):
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
 class EventMeta(NamedStructMeta):
-    """The class statement of an event, with the options ``strict_priority``, ``version`` and ``json_style``."""
+    """Handles the class statement of an event, with the options ``strict_priority``, ``version`` and ``json_style``."""
 
     __strict_priority__: bool
 
@@ -121,16 +121,17 @@ class EventMeta(NamedStructMeta):
 
 
 class Event(Struct, frozen=True, metaclass=EventMeta):
-    """A fact that happened. Subclass Event; the fields are the payload.
+    """Something that happened. Subclass Event; the fields are the payload.
 
-    Rows carry the class's simple name, or ``type_name``. A renamed class reads old rows through ``aliases``. With
-    ``strict_priority=True`` a handler of the event starts only after every handler with a lower ``priority`` has ended
-    the first attempt at the same event, with success or failure; subclasses inherit the option.
+    Rows store the simple name of the class, or ``type_name``. After renaming a class, list the old names in
+    ``aliases``, so that old rows can still be decoded. With ``strict_priority=True`` a handler of the event starts only
+    after every handler with a lower ``priority`` has finished its first attempt at the same event, successful or not;
+    subclasses inherit the option.
 
-    ``json_style="ekbatan"`` stores the payload as Ekbatan does, and reads it so: camelCase keys, decimals as numbers,
-    enums by name, and ``modelId`` and ``modelName`` first. The two are the ``model_id`` and ``model_type`` of ``emit``,
-    unless the class has fields ``model_id`` and ``model_name``. Subclasses inherit the option. See
-    docs/how-to/share-tables-with-ekbatan.md.
+    ``json_style="ekbatan"`` encodes and decodes the payload like Ekbatan: camelCase keys, decimals as numbers, enums by
+    name, and ``modelId`` and ``modelName`` first. These are the ``model_id`` and ``model_type`` of ``emit``, unless the
+    class has fields ``model_id`` and ``model_name``. Subclasses inherit the option. See
+    docs/how-to/move-from-another-outbox.md.
 
     Example::
 
@@ -149,36 +150,36 @@ class Event(Struct, frozen=True, metaclass=EventMeta):
 
 
 def is_event_class(cls: object) -> bool:
-    """True for a subclass of :class:`Event` and for a class that was decorated with ``event``.
+    """Return True for a subclass of :class:`Event` and for a class decorated with ``event``.
 
-    A subclass of a decorated class counts only if the subclass is decorated, too: it needs a name of its own.
+    A subclass of a decorated class must be decorated, too, because it needs its own name.
     """
     return isinstance(cls, type) and "__event_version__" in cls.__dict__
 
 
 def type_name(cls: type[AnyEvent]) -> str:
-    """The name under which events of this class are stored."""
+    """Return the name under which events of this class are stored."""
     return _names(cls).__type_name__
 
 
 def type_names(cls: type[Any]) -> frozenset[str]:
-    """All names under which rows of this class may be stored: the type name and the aliases."""
+    """Return all names under which rows of this class may be stored: the type name and the aliases."""
     return _names(cls).__type_aliases__ | {_names(cls).__type_name__}
 
 
 def is_strict(cls: type[AnyEvent]) -> bool:
-    """True if the priority of this event's handlers is strict."""
+    """True if the handlers of this event have strict priority."""
     return bool(getattr(cls, "__strict_priority__", False))
 
 
 def version_of(cls: type[AnyEvent]) -> int:
-    """The version of the events that this class makes."""
+    """Return the version of new events of this class."""
     version: int = vars(cls)["__event_version__"]
     return version
 
 
 def upcasters_of(cls: type[AnyEvent]) -> dict[int, Upcast]:
-    """The functions that lead from a version of this class to the next version."""
+    """Return the functions that convert a version of this class to the next version."""
     upcasters: dict[int, Upcast] = vars(cls)["__event_upcasters__"]
     return upcasters
 
@@ -188,7 +189,7 @@ def _names(cls: Any) -> type[Event]:
 
 
 def with_subclasses(cls: type[AnyEvent]) -> Iterator[type[AnyEvent]]:
-    """The class and all subclasses that are defined so far, without classes that are no event classes."""
+    """Yield the event classes among the class and all its subclasses defined so far."""
     if is_event_class(cls):
         yield cls
     for subclass in cls.__subclasses__():
@@ -196,7 +197,7 @@ def with_subclasses(cls: type[AnyEvent]) -> Iterator[type[AnyEvent]]:
 
 
 class EventTypes:
-    """The classes of event type names in an outbox. Two classes with the same name are refused."""
+    """The event classes of an outbox by type name. Two classes with the same name are refused."""
 
     def __init__(self) -> None:
         self._classes: dict[str, type[AnyEvent]] = {}
@@ -204,7 +205,7 @@ class EventTypes:
         self._stored_names: set[str] = set()
 
     def register(self, cls: type[AnyEvent]) -> str:
-        """Add a class, and return the type name; :class:`AmbiguousTypeName` if a second class has the name."""
+        """Add a class, and return its type name. Raises :class:`AmbiguousTypeName` if another class has the name."""
         if cls not in self._known:
             for name in type_names(cls):
                 other = self._classes.get(name)
@@ -215,13 +216,13 @@ class EventTypes:
         return type_name(cls)
 
     def add_stored_names(self, names: Iterable[str]) -> None:
-        """Add names of event types that code here uses without a class."""
+        """Add the names of event types that this process uses without a class."""
         self._stored_names.update(names)
 
-    def knows(self, name: str) -> bool:
-        """True if code of this process names the event type: by a class, a subclass of it, or a stored name.
+    def uses(self, name: str) -> bool:
+        """Return True if this process uses the event type: by a class, a subclass, or a stored name.
 
-        All other names come from outside, and are unlimited.
+        All other names come from outside, and their number is unbounded.
         """
         return (
             name in self._classes
@@ -230,7 +231,7 @@ class EventTypes:
         )
 
     def find(self, name: str) -> type[AnyEvent] | None:
-        """The class that was registered under this name or alias."""
+        """Return the class that was registered under this name or alias."""
         return self._classes.get(name)
 
     @property
@@ -258,12 +259,12 @@ class ActionRecord(Struct, frozen=True, kw_only=True):
     hops: int = 0
 
     def headers_of(self, event: EventRecord) -> str | None:
-        """The headers of an event's row."""
+        """Return the headers of an event's row."""
         return self.headers if event.headers is None else with_own(self.headers, event.headers)
 
-    def completed(self, moment: datetime) -> ActionRecord:
-        """The same action, completed at this moment."""
-        return replace(self, completion_date=moment)
+    def completed(self, at: datetime) -> ActionRecord:
+        """Return the same action, completed at this time."""
+        return replace(self, completion_date=at)
 
 
 class EventRecord(Struct, frozen=True, kw_only=True):
@@ -278,7 +279,7 @@ class EventRecord(Struct, frozen=True, kw_only=True):
     topic: str | None = None
     available_at: datetime | None = None
     headers: str | None = None
-    """Headers of this event beside the headers of the action: the version, if it is not 1."""
+    """Headers of this event in addition to those of the action: the version, if it is not 1."""
 
 
 ReceivedEvent = tuple[ActionRecord, EventRecord]
@@ -292,12 +293,12 @@ _DOCUMENTS = {"payload": "", "action_params": "params", "headers": "headers"}
 
 
 def refusal_of(records: Iterable[Struct], encoding: TextEncoding) -> InvalidEvent | None:
-    """The error that names the first field which the encoding cannot represent; ``None`` without such a field."""
+    """Return the error that names the first field that the encoding cannot represent; ``None`` without such a field."""
     for record in records:
-        for place, text in _texts_of(record):
+        for path, text in _texts_of(record):
             if (reason := encoding.why_refused(text)) is not None:
-                logged = f"{place} has a character that the encoding {encoding.name} lacks"
-                return InvalidEvent(_subject_of(record), f"{place} {reason}", logged=logged)
+                logged = f"{path} has a character that the encoding {encoding.name} lacks"
+                return InvalidEvent(_subject_of(record), f"{path} {reason}", logged=logged)
     return None
 
 
@@ -321,4 +322,4 @@ def _subject_of(record: Any) -> str:
         case ActionRecord():
             return f"action {record.action_name}"
         case _:  # the row of an inbox message
-            return f"what {record.source!r} delivered as {record.external_id!r}"
+            return f"message {record.external_id!r} from {record.source!r}"

@@ -1,6 +1,6 @@
 """Slots, and the names of cluster locks, leases and wake-up channels.
 
-A name is readable where the name is shown, and hashed where room is short.
+Names are readable where they are shown, and hashed where their length is limited.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ Role = Literal["fanout", "dispatch", "probe", "inbox", "consume", "since", "jobs
 _LEASE_LENGTH = 255
 
 
-MOST_PARTITIONS = 64  # of a handler
+MAX_PARTITIONS = 64  # of a handler
 
 
 class Slot(NamedTuple):
-    """A partition of a stored handler name: a single process at a time finds, runs and settles its notifications.
+    """A partition of a stored handler name, whose notifications are found, run and settled by one process at a time.
 
     A process holds a cluster lock and a lease for each slot. A handler with aliases has slots for each name. A slot is
-    a tuple, because dispatch looks the slot of each row up.
+    a tuple, because dispatch looks up the slot of each row.
     """
 
     handler_name: str
@@ -35,17 +35,15 @@ class Slot(NamedTuple):
         return row.handler_name == self.handler_name and row.partition_number == self.partition
 
     def __str__(self) -> str:
-        """The slot in a log line: ``'score'``, or ``'score', partition 3``."""
+        """Return the slot in a log line: ``'score'``, or ``'score', partition 3``."""
         return f"{self.handler_name!r}, partition {self.partition}" if self.partition else repr(self.handler_name)
 
 
 class LockName(Struct, frozen=True, order=True):
     """The name of a cluster lock: a role in a namespace, for dispatch with a handler name and a partition.
 
-    A keyed lock of the application has the role ``lock``, and the key as the handler name.
-
-    The names of partition 0 are the names that versions without partitions use. So such a process and this process
-    exclude each other.
+    A keyed lock (``outbox.lock``) has the role ``lock``, and its key as the handler name. The names for partition 0 are
+    those of versions without partitions, so that such processes and newer ones exclude each other.
     """
 
     namespace: str
@@ -60,7 +58,7 @@ class LockName(Struct, frozen=True, order=True):
 
     @property
     def lease(self) -> str:
-        """The key of the row in ``leases``: readable for operators, shortened by a digest if the key is too long."""
+        """The key of the row in ``leases``: readable for operators, shortened with a digest if it is too long."""
         parts = (self.namespace, self.role, self.handler_name, str(self.partition) if self.partition else "")
         whole = "/".join(_escaped(part) for part in parts if part)
         return whole if len(whole) <= _LEASE_LENGTH else f"{whole[: _LEASE_LENGTH - 33]}~{self.digest.hex()[:32]}"
@@ -89,5 +87,5 @@ def _escaped(part: str) -> str:
 
 
 def channel_name(namespace: str) -> str:
-    """The wake-up channel of a namespace."""
+    """Return the wake-up channel of a namespace."""
     return f"outboxio_{sha256(namespace.encode()).hexdigest()[:32]}"

@@ -1,11 +1,9 @@
-"""Notifications: "this handler is owed this event", for dispatch and for operators.
+"""Notifications: the delivery of an event to a handler, for dispatch and for operators.
 
-The handoff: fan-out gives fresh rows directly to the dispatcher of the same process (decision 16).
-
-A row that is handed over need not be read from the database. A handoff shortens the time until a row runs, and has no
-further effect. So only rows of handlers are handed over that keep up, keep no order, fill no batch and need no
-transaction, and only if this process holds all partitions of the handler. The remaining rows are found by a read, and
-so are rows for which the handler has no room.
+The handoff: fan-out passes new rows directly to the dispatcher of the same process (decision 16), so that they need not
+be read from the database. It only reduces latency. It is used for handlers without a backlog that are not ordered,
+batched or transactional, and only if this process holds all partitions of the handler. All other rows, and rows for
+which the handler has no capacity, are read from the database.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from outboxio.telemetry.protocol import sampled_in_bytes, sampled_in_text
 
 
 class State(StrEnum):
-    """The life of a notification. The last four are terminal."""
+    """The state of a notification. The last four are terminal."""
 
     PENDING = "PENDING"
     FAILED = "FAILED"
@@ -79,9 +77,9 @@ class Notification(Struct, gc=False):
     """The columns of a due row that dispatch needs.
 
     The order of the fields is the order of the columns in every dialect's ``find_due``. ``payload`` is the text or the
-    bytes of a JSON object, or ``None``. Moments are microseconds since 1970, UTC, because drivers take 1 us to make a
-    datetime. ``raw_context`` is a single column for all values that a handler may never read: a driver takes longer to
-    decode the parts than a database takes to put the parts together.
+    bytes of a JSON object, or ``None``. Times are microseconds since 1970, UTC, because drivers take 1 us to create a
+    datetime. ``raw_context`` combines all values that a handler may never read in one column, because it takes the
+    driver longer to decode the parts than the database to combine them.
     """
 
     id: UUID
@@ -96,7 +94,7 @@ class Notification(Struct, gc=False):
     partition_number: int
     raw_context: Any
     flaw: str | None = None
-    """The reason why the row cannot be read. Such a row ends with the reason, and the handler is not called."""
+    """Why the row is malformed. Such a row ends with this reason, and the handler is not called."""
 
     @property
     def next_retry_at(self) -> datetime:
@@ -108,7 +106,7 @@ class Notification(Struct, gc=False):
 
     @property
     def context(self) -> Context:
-        """The event and the action, decoded when first asked for."""
+        """The event and the action, decoded on first use."""
         if not isinstance(self.raw_context, Context):
             self.raw_context = _decode_context(self.raw_context)
         return self.raw_context
@@ -119,17 +117,17 @@ class Notification(Struct, gc=False):
 
     @property
     def event_label(self) -> str:
-        """The event in a log line: the event's id, or the notification's id if the event's id cannot be read."""
+        """The event in a log line: the event's id, or the notification's id if the event's id is malformed."""
         return self.known_event_id or f"of notification {self.id}"
 
     @property
     def known_event_id(self) -> str | None:
-        """The event's id, or ``None`` if the id cannot be read."""
+        """The event's id, or ``None`` if it is malformed."""
         return str(self.event_id) if self.has_context else None
 
     @property
     def log_fields(self) -> Fields:
-        """The fields of a log entry about the row. Parts that cannot be read are ``None``."""
+        """The fields of a log record about the row. Malformed parts are ``None``."""
         context = self.context if self.has_context else None
         return {
             "handler": self.handler_name,
@@ -147,16 +145,16 @@ class Notification(Struct, gc=False):
 
     @property
     def may_have_version(self) -> bool:
-        """False if the row surely has version 1: then the context need not be decoded."""
+        """False if the row certainly has version 1, so that the context need not be decoded."""
         raw = self.raw_context
         return is_marked(raw.headers if isinstance(raw, Context) else raw)
 
     @property
     def may_be_sampled(self) -> bool:
-        """False if the row surely belongs to no sampled trace.
+        """False if the row certainly does not belong to a sampled trace.
 
-        Nearly all rows are told apart in this way, in 0.3 us and without decoding. True for other text in the row that
-        looks like the header: the header itself has to be read then.
+        This decides nearly all rows in 0.3 us, without decoding. True also if other text in the row looks like the
+        header; then the header itself must be read.
         """
         raw = self.raw_context
         if type(raw) is str:
@@ -165,17 +163,17 @@ class Notification(Struct, gc=False):
 
     @property
     def version(self) -> int:
-        """The version of the event. Raises :class:`InvalidEvent` for a header that is no version."""
+        """The version of the event. Raises :class:`InvalidEvent` for an invalid header."""
         return version_in(self.context.headers) if self.may_have_version else 1
 
     @property
     def has_context(self) -> bool:
-        """True if the event and the action can be read."""
+        """True if the event and the action can be decoded."""
         return self.flaw_of_context is None
 
     @property
     def flaw_of_context(self) -> str | None:
-        """The reason why the event and the action cannot be read, or ``None``."""
+        """Why the event and the action cannot be decoded, or ``None``."""
         try:
             self.context  # noqa: B018  # decodes the context and keeps it
         except Exception as error:
@@ -184,14 +182,14 @@ class Notification(Struct, gc=False):
 
 
 def _trace_id(headers: msgspec.Raw) -> str | None:
-    """The id of the trace in which the event was emitted, by the header ``traceparent``."""
+    """Return the id of the trace in which the event was emitted, from the header ``traceparent``."""
     try:
         return trace_id_in(decode_object(headers).get("traceparent"))
     except Exception:  # written by other tools
         return None
 
 
-# Of each row, for ``map``: rows come in batches, and a loop in Python for each of them is what a drain pays most for.
+# For use with ``map`` on batches of rows: per-row Python code dominates the cost of a drain.
 id_of = attrgetter("id")
 slot_of = attrgetter("handler_name", "partition_number")
 """A row's stored handler name and partition."""
@@ -200,41 +198,41 @@ _state_of, _context_of = attrgetter("state"), attrgetter("raw_context")
 
 
 def are_ordinary(rows: Sequence[Notification]) -> bool:
-    """True if all rows can be read, none is a verdict, and all surely have version 1."""
+    """Return True if no row is malformed or DYING, and all certainly have version 1."""
     if any(map(flaw_in, rows)) or DYING in map(_state_of, rows):
         return False
     return not any_marked(list(map(_context_of, rows)))
 
 
 NO_CONTEXT = b"null"
-"""A ``raw_context`` that cannot be read."""
+"""A ``raw_context`` that cannot be decoded."""
 
-_PLACE = re.compile(r" - at `\$\[(\d+)\]`\Z")
+_PATH = re.compile(r" - at `\$\[(\d+)\]`\Z")
 _WHOLE_NUMBERS = ("attempts", "next_retry_us", "retention_us", "sequence", "partition_number")
 _COLUMNS = {"next_retry_us": "next_retry_at", "retention_us": "retention_from"}
 
 
 def flaw_of(error: Exception, fields: Sequence[str]) -> str:
-    """The column that makes a row unreadable, and the reason, without the value."""
+    """Return the malformed column and the reason, without the value."""
     message = without_value(error) if isinstance(error, msgspec.ValidationError) else type_name(error)
-    place = _PLACE.search(message)
-    if place is None:
+    path = _PATH.search(message)
+    if path is None:
         return message
-    field = fields[int(place[1])]
-    return f"{_COLUMNS.get(field, field)}: {message[: place.start()]}"
+    field = fields[int(path[1])]
+    return f"{_COLUMNS.get(field, field)}: {message[: path.start()]}"
 
 
 def checked(row: Notification) -> Notification:
-    """The row, with a flaw if a column of numbers holds a value that is no number."""
+    """Return the row, marked as malformed if a numeric column holds another value."""
     for field in _WHOLE_NUMBERS:
         if not isinstance(getattr(row, field), int):
-            row.flaw = f"{_COLUMNS.get(field, field)}: no value that can be read"
+            row.flaw = f"{_COLUMNS.get(field, field)}: not a number"
             setattr(row, field, 0)
     return row
 
 
-def unreadable(id: UUID, handler_name: str, flaw: str) -> Notification:
-    """A due row of which only the id and the handler name can be read. That is enough to end the row."""
+def malformed(id: UUID, handler_name: str, flaw: str) -> Notification:
+    """Return a due row of which only the id and the handler name are known, which is enough to end it."""
     return Notification(id, handler_name, "", None, State.PENDING, 0, 0, 0, 0, 0, NO_CONTEXT, flaw)
 
 
@@ -288,14 +286,14 @@ _DEEPEST_SHOWN = 100  # the limit of MySQL; printing or encoding a deeper docume
 
 
 def record_of(row: Mapping[str, Any], shard: str) -> NotificationRecord:
-    """The record of a row with documents in JSON text. A document that cannot be shown is replaced by the reason."""
+    """Return the record of a row whose documents are JSON texts. A document that cannot be shown becomes a note."""
     record = msgspec.convert({**row, **_DOCUMENTS, "shard": shard}, NotificationRecord)
     stored = {column: row[column] for column in _DOCUMENTS if row[column] is not None}
     return msgspec.structs.replace(record, **{column: shown_document(column, stored[column]) for column in stored})
 
 
 def shown_document(column: str, text: str | None) -> Any:
-    """The document in a column. A document that cannot be shown is replaced by the text, or by the reason."""
+    """Decode the document of a column. If that fails, return the text, or the reason."""
     if text is None:
         return None
     if nests_deeper(text.encode(), _DEEPEST_SHOWN):
@@ -303,17 +301,14 @@ def shown_document(column: str, text: str | None) -> Any:
     try:
         return msgspec.json.decode(text)
     except msgspec.DecodeError:
-        return text  # an operator needs to see malformed text
+        return text  # operators need to see malformed text
     except RecursionError:
         return _not_shown(column)
 
 
 def _not_shown(column: str) -> Any:
-    """The substitute for a document that is nested too deeply. Only tools of an application store such documents."""
-    reason = (
-        f"the column {column} of this row has more than {_DEEPEST_SHOWN} objects and lists within one another; read it "
-        "by SQL"
-    )
+    """Return a note instead of a document that is nested too deeply, which only external writers store."""
+    reason = f"the column {column} of this row is nested more than {_DEEPEST_SHOWN} levels deep; read it with SQL"
     if column == "errors":
         return [{"time": None, "type": "NotShown", "message": reason, "traceback": "", "attempt": None}]
     return {"not shown": reason}
@@ -322,22 +317,22 @@ def _not_shown(column: str) -> Any:
 Position = tuple[datetime, int]
 """A position in the index of due rows: (next_retry_at, sequence)."""
 
-BEGINNING: Position = (datetime.min, -1)  # RetryAfter may name any moment of the past
+FIRST_POSITION: Position = (datetime.min, -1)  # RetryAfter may name any time in the past
 
 
 FIRST_DEFERRED = datetime(9999, 12, 30)
-"""The earliest ``next_retry_at`` of a deferred row (``runs/resting.py``). No other row has so late a moment."""
+"""The earliest ``next_retry_at`` of a deferred row. No other row has such a late time."""
 
 
 def version_awaited(next_retry_at: datetime) -> int:
-    """The version of its event for which a row with this ``next_retry_at`` waits."""
+    """Return the event version that a row with this ``next_retry_at`` waits for."""
     return (next_retry_at - FIRST_DEFERRED) // timedelta(microseconds=1)
 
 
 class DeferredQuery(Struct, frozen=True):
-    """The deferred rows of a slot that become due: up to the moment ``until``, and those that are past the retention.
+    """The deferred rows of a slot that become due: those up to ``until``, and those past their retention.
 
-    ``before``: the retention of a row is over if it began earlier.
+    ``before``: rows whose retention began earlier are past it.
     """
 
     handler_name: str
@@ -351,7 +346,7 @@ class DueQuery(Struct, frozen=True):
 
     handler_name: str
     limit: int
-    after: Position = BEGINNING
+    after: Position = FIRST_POSITION
     partition: int = 0
 
 
@@ -361,28 +356,28 @@ class Handoff:
     def __init__(
         self,
         names: Sequence[str],
-        most: int,
+        capacity: int,
         take: Callable[[Handoff, Sequence[Notification]], int],
         closed: Callable[[Handoff], None],
     ) -> None:
         self.names = names
         """The handler names whose rows may be handed over."""
-        self.most = most
+        self.capacity = capacity
         """The number of rows that the dispatcher can take."""
         self.taken = 0
         """The number of rows that the dispatcher has taken."""
         self.settled: set[UUID] = set()
-        """The rows that were settled during the round: a row may be found and run before it is handed over."""
+        """The rows that were settled during the round, because a row may be found and run before it is handed over."""
         self._take = take
         self._closed = closed
 
     def hand(self, rows: Sequence[Notification]) -> None:
-        """Hand rows over, which run at once.
+        """Hand over rows, which start running immediately.
 
-        The transaction of the rows need not be committed, but none of its further statements may wait for a lock.
+        Their transaction need not be committed yet, but none of its remaining statements may wait for a lock.
         """
         self.taken += self._take(self, rows)
 
     def close(self) -> None:
-        """The fan-out round is over."""
+        """End the round of fan-out."""
         self._closed(self)

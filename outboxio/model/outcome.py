@@ -1,8 +1,8 @@
-"""Outcomes: the result of a run for a notification. Equal outcomes are written together.
+"""Outcomes: the results of runs. Equal outcomes are written together.
 
-Pure functions decide, dispatch writes. Outcomes of equal state and attempts are a bucket, which a single UPDATE writes.
-The values that differ within a bucket, the next due time and the error, travel as arrays. Each bucket is a transaction
-of its own, so the outcomes of a call with several rows of an ordering key are written in the order of the key.
+Pure functions determine the outcome, and dispatch writes it. Outcomes with the same state and attempts form a bucket,
+which is written by a single UPDATE; the values that differ, the next due time and the error, are passed as arrays. Each
+bucket is a transaction, so the outcomes of a call with several rows of an ordering key are written in the key's order.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from uuid import UUID
 import msgspec
 from msgspec import Struct
 
-from outboxio.errors import CrashedProcess, HandlerFailed, RetryAfter, TooManyHops, Unprocessable, UnreadableRow
-from outboxio.loops.flood import Flood
+from outboxio.errors import CrashedProcess, HandlerFailed, MalformedRow, RetryAfter, TooManyHops, Unprocessable
+from outboxio.loops.log_limiter import LogLimiter
 from outboxio.model.event import ActionRecord, EventRecord
 from outboxio.model.lock_name import Slot
 from outboxio.model.notification import FIRST_DEFERRED, SUCCEEDED, Notification, State
@@ -27,21 +27,21 @@ from outboxio.model.redaction import Description, Redact, keep_all
 from outboxio.model.retry import RetryPolicy
 from outboxio.support.clock import EPOCH, as_micros, naive_utc
 from outboxio.support.duration import parse_duration
-from outboxio.support.log import log_of, log_text, place_of, type_name
+from outboxio.support.log import location_of, log_of, log_text, type_name
 
 logger = log_of(__name__)
 
-_flood = Flood(logger)
+_limiter = LogLimiter(logger)
 
 REFUSED_TEXT = "the database refused this error's text"
-"""The substitute for the text of an error that the database cannot store."""
+"""Replaces the text of an error that the database cannot store."""
 
 _MICROSECOND = timedelta(microseconds=1)
 _list: msgspec.json.Decoder[list[Any]] = msgspec.json.Decoder(list[Any])
-_VERDICTS = (State.DEAD, State.EXPIRED)
-MOST_DECODINGS = 3
-"""Failures in a row to decode an event, after which the notification is DEAD."""
-_NEVER_HANDLED = (Unprocessable, TooManyHops, CrashedProcess, UnreadableRow)
+_FINAL_STATES = (State.DEAD, State.EXPIRED)
+MAX_DECODE_FAILURES = 3
+"""Consecutive failures to decode an event, after which the notification is DEAD."""
+_NEVER_HANDLED = (Unprocessable, TooManyHops, CrashedProcess, MalformedRow)
 
 
 class Lease(Struct):
@@ -52,7 +52,7 @@ class Lease(Struct):
     term: int
     held: bool = True
     follows_crash: bool = False
-    """True if the former holder did not give the lock back."""
+    """True if the former holder did not release the lock."""
     partition: int = 0
 
     @property
@@ -67,8 +67,8 @@ NO_LEASE = Lease("", "", 0)
 Emitted = tuple[ActionRecord, list[EventRecord]]
 """The events that a handler emitted, to be committed together with the handler's success."""
 
-Place = tuple[int, str]
-"""One ordering key of one handler: (id of its queue, key)."""
+QueueKey = tuple[int, str]
+"""An ordering key of a handler: (id of its queue, key)."""
 
 
 class Outcome(Struct, gc=False):
@@ -83,24 +83,24 @@ class Outcome(Struct, gc=False):
     emitted: Emitted | None = None
     error_type: str | None = None
     """The class of the error, for statistics."""
-    verdict: State | None = None
-    """The end that stands already while a hook is owed: DEAD or EXPIRED. ``None`` without a new verdict."""
-    place: Place | None = None
-    """The ordering key, if a call may have several rows of the key: no later row is written before an earlier row."""
+    final_state: State | None = None
+    """DEAD or EXPIRED, if that is decided but the hook is still to be called."""
+    queue_key: QueueKey | None = None
+    """The ordering key, if a call may have several rows of it: later rows are never written before earlier ones."""
 
     @property
-    def rests(self) -> bool:
-        """True if the row is put to rest (``runs/resting.py``), which is no result of a run."""
+    def is_deferred(self) -> bool:
+        """True if the row waits for a newer version of the code, and the handler did not run."""
         return self.next_retry_at is not None and self.next_retry_at >= FIRST_DEFERRED
 
     def without_error_text(self) -> Outcome:
-        """This outcome with a substitute for the error's text, which the database has refused."""
+        """Return this outcome without the error's text, which the database has refused."""
         refused = Description("Unstorable", REFUSED_TEXT)
         return msgspec.structs.replace(self, error=_entry(refused))
 
 
 class Bucket(Struct, frozen=True, dict=True):
-    """Outcomes of equal state and attempts, which a single UPDATE writes."""
+    """Outcomes with the same state and attempts, which are written by a single UPDATE."""
 
     state: State
     attempts: int
@@ -118,19 +118,19 @@ class Bucket(Struct, frozen=True, dict=True):
         return list(map(_id_of, self.by_id))
 
     @property
-    def places(self) -> set[Place]:
+    def queue_keys(self) -> set[QueueKey]:
         """The ordering keys of which later rows must not be written before this bucket."""
-        return {outcome.place for outcome in self.outcomes if outcome.place is not None}
+        return {outcome.queue_key for outcome in self.outcomes if outcome.queue_key is not None}
 
     @property
     def leases(self) -> list[Lease]:
-        """The leases that the statement must find unchanged, in the order in which every process locks them."""
+        """The leases that the statement must find unchanged, in the order in which all processes lock them."""
         return sorted(_distinct_leases(self.outcomes), key=lambda lease: lease.name)
 
     @property
-    def is_rest(self) -> bool:
-        """True if the rows were put to rest, which is no result of a run."""
-        return self.outcomes[0].rests
+    def is_deferral(self) -> bool:
+        """True if the rows are deferred, and the handler did not run."""
+        return self.outcomes[0].is_deferred
 
     @property
     def has_details(self) -> bool:
@@ -143,7 +143,7 @@ class Bucket(Struct, frozen=True, dict=True):
         return list(filter(None, map(_emitted_of, self.outcomes)))
 
     def halves(self) -> tuple[Bucket, Bucket]:
-        """The bucket cut in two, to find the value that a database refuses. The first half is written first."""
+        """Split the bucket, to find the value that a database refuses. The first half is written first."""
         middle = len(self.outcomes) // 2
         return (
             Bucket(self.state, self.attempts, self.outcomes[:middle]),
@@ -152,15 +152,14 @@ class Bucket(Struct, frozen=True, dict=True):
 
 
 def in_buckets(outcomes: Iterable[Outcome]) -> list[Bucket]:
-    """The outcomes by state, attempts and kind. The buckets are to be written in this order, one after the other.
+    """Group outcomes by state, attempts and kind. The buckets must be written in this order, one after the other.
 
     ``outcomes`` are in the order in which the runs ended. Rows of a key that differ in kind, such as a head at its
-    second attempt and its followers at the first, are in several buckets: each row in the bucket of the row before, or
-    in a later bucket. Otherwise a process that dies between two buckets would leave a row finished behind an
-    unfinished row. So a kind may have several buckets, but only for such keys.
+    second attempt and its followers at the first, go into several buckets, each row into that of the row before it or a
+    later one: otherwise a process that dies between two buckets could leave a finished row after an unfinished one.
 
-    A lock that was lost, held by a second process and taken again leaves outcomes under two leases. A bucket never
-    mixes the two, because the statement asks if any lease of the bucket holds the handler's name.
+    A lock that was lost, held by another process and acquired again leaves outcomes under two leases. A bucket never
+    mixes them, because the statement checks whether any lease of the bucket holds the handler's name.
     """
     some = list(outcomes)
     over = _with_successors(_distinct_leases(some))
@@ -168,32 +167,32 @@ def in_buckets(outcomes: Iterable[Outcome]) -> list[Bucket]:
     if len(kinds) == 1 and kinds.pop()[2:] == (None, None):
         return [Bucket(some[0].state, some[0].attempts, some)]  # nearly always, under load
     # Rows of a key that emit and rows that do not share a bucket, because such rows may alternate.
-    emitting = any(outcome.emitted is not None and outcome.place is not None for outcome in some)
+    emitting = any(outcome.emitted is not None and outcome.queue_key is not None for outcome in some)
     buckets: dict[int, list[Outcome]] = {}
     newest: dict[tuple[State, int, bool, bool, bool, bool], int] = {}
-    reached: dict[Place, int] = {}
+    reached: dict[QueueKey, int] = {}
     first = last = 0
     for outcome in some:
-        place, has_error = outcome.place, outcome.error is not None
-        emits = outcome.emitted is not None or (emitting and place is not None and not has_error)
+        key, has_error = outcome.queue_key, outcome.error is not None
+        emits = outcome.emitted is not None or (emitting and key is not None and not has_error)
         is_over = bool(over) and id(outcome.lease) in over
-        kind = (outcome.state, outcome.attempts, has_error, emits, is_over, has_error and outcome.rests)
+        kind = (outcome.state, outcome.attempts, has_error, emits, is_over, has_error and outcome.is_deferred)
         number = newest.get(kind)
-        if number is None or (place is not None and number < reached.get(place, number)):
-            if place not in reached and outcome.state is SUCCEEDED:
+        if number is None or (key is not None and number < reached.get(key, number)):
+            if key not in reached and outcome.state is SUCCEEDED:
                 first = number = first - 1  # heads of different attempts go before the followers of all heads
             else:
                 last = number = last + 1
             newest[kind], buckets[number] = number, []
         buckets[number].append(outcome)
-        if place is not None:
-            reached[place] = number
+        if key is not None:
+            reached[key] = number
     return [Bucket(alike[0].state, alike[0].attempts, alike) for _, alike in sorted(buckets.items())]
 
 
 _id_of, _lease_of, _emitted_of = attrgetter("notification_id"), attrgetter("lease"), attrgetter("emitted")
 _number_of = attrgetter("notification_id.int")
-_kind_of = attrgetter("state", "attempts", "error", "place")
+_kind_of = attrgetter("state", "attempts", "error", "queue_key")
 
 
 def _distinct_leases(outcomes: Iterable[Outcome]) -> list[Lease]:
@@ -202,7 +201,7 @@ def _distinct_leases(outcomes: Iterable[Outcome]) -> list[Lease]:
 
 
 def _with_successors(leases: Sequence[Lease]) -> set[int]:
-    """The ids of the leases that have a successor among ``leases``."""
+    """Return the ids of the leases that have a successor among ``leases``."""
     newest: dict[str, int] = {}
     for lease in leases:
         newest[lease.name] = max(lease.term, newest.get(lease.name, 0))
@@ -214,7 +213,7 @@ def success(notification: Notification, lease: Lease) -> Outcome:
 
 
 def expired(notification: Notification, lease: Lease) -> Outcome:
-    """The outcome of a row that is past the retention. The handler was not called, so no attempt is used up."""
+    """Return the outcome of a row that is past its retention. The handler was not called, so attempts do not change."""
     return Outcome(notification.id, lease, State.EXPIRED, notification.attempts)
 
 
@@ -224,17 +223,17 @@ class FailureRules(Struct, frozen=True, kw_only=True):
     policy: RetryPolicy
     retention: timedelta
     cap: timedelta
-    """The longest wait between two tries."""
+    """The longest delay between two attempts."""
     is_final: bool = False
-    """True if a run has no second try."""
+    """True if a run is never retried."""
     is_undecodable: bool = False
-    """True if the event could not be decoded, so that the handler was not called (decision 67)."""
+    """True if the event could not be decoded, so that the handler was not called (decision 19)."""
     uses_attempt: bool = True
-    """False if the handler may run a single time, and has not been called."""
+    """False if the handler may run only once, and has not been called."""
     owes_hook: bool = False
-    """True if a hook is owed at the end: the verdict is not the end before the hook was called."""
+    """True if there is a hook: the row stays DYING until the hook was called."""
     redact: Redact = keep_all
-    """Redacts each text of the error before the text is kept."""
+    """Redacts each text of the error before it is stored."""
     ran: float | None = None
     """How many seconds the handler ran; ``None`` if that is not known."""
 
@@ -247,33 +246,34 @@ def failure(
     rules: FailureRules,
     described: Description | None = None,
 ) -> Outcome:
-    """The outcome of a run that raised: a second try, or the end. ``now`` is after the handler ended.
+    """Return the outcome of a failed run: a retry, or a final state. ``now`` is after the handler ended.
 
-    ``described``: the error in words, if the error was described before, for a row of the same batch.
+    ``described``: the description of the error, if another row of the same batch already has it.
     """
-    # isinstance() would read the error's __class__, and an error may refuse to answer.
+    # isinstance() would read the error's __class__, which may raise.
     kind = type(error)
     policy = rules.policy
     attempts = 1 if rules.is_final else notification.attempts + (rules.uses_attempt and not is_free(error))
     undecodable = _undecodable_before(notification) + 1 if rules.is_undecodable else 0
     tries = max(attempts, undecodable)
-    told = described or Description.of(error, rules.redact)
+    description = described or Description.of(error, rules.redact)
 
-    def entry(verdict: State | None = None) -> str:
-        return _entry(told, now, max(notification.attempts + 1, undecodable), verdict, ran=rules.ran)
+    def entry(final_state: State | None = None) -> str:
+        return _entry(description, now, max(notification.attempts + 1, undecodable), final_state, ran=rules.ran)
 
     def ends(state: State, attempts: int = attempts) -> Outcome:
         if rules.owes_hook:
             return Outcome(
-                notification.id, lease, State.DYING, attempts, now, entry(state), error_type=told.type, verdict=state
-            )
-        return Outcome(notification.id, lease, state, attempts, None, entry(), error_type=told.type)
+                notification.id, lease, State.DYING, attempts, now, entry(state), error_type=description.type,
+                final_state=state,
+            )  # fmt: skip
+        return Outcome(notification.id, lease, state, attempts, None, entry(), error_type=description.type)
 
     if rules.is_final or issubclass(kind, _NEVER_HANDLED):
         return ends(State.DEAD)
     most = policy.max_attempts
     is_last = most is not None and tries >= most and tries > notification.attempts
-    if is_last or undecodable >= MOST_DECODINGS:
+    if is_last or undecodable >= MAX_DECODE_FAILURES:
         return ends(State.DEAD, tries)
     if undecodable:
         due = _next_decoding(undecodable, error, now)
@@ -282,7 +282,7 @@ def failure(
     # In microseconds, because a datetime cannot be later than the year 9999.
     if as_micros(due) > notification.retention_us + rules.retention // _MICROSECOND:
         return ends(State.EXPIRED)
-    return Outcome(notification.id, lease, State.FAILED, attempts, due, entry(), error_type=told.type)
+    return Outcome(notification.id, lease, State.FAILED, attempts, due, entry(), error_type=description.type)
 
 
 _DECODING = RetryPolicy(base=timedelta(minutes=1), factor=2)
@@ -290,15 +290,15 @@ _SECOND = 1_000_000  # microseconds
 
 
 def _next_decoding(undecodable: int, error: BaseException, now: datetime) -> datetime:
-    """When to decode an event again: after 1 min, then after 2 min. The microseconds are the number of failures."""
+    """Return when to decode an event again: after 1 min, then 2 min. The microseconds are the number of failures."""
     due = now + _DECODING.wait_after(undecodable, error, timedelta.max)
     return due.replace(microsecond=undecodable)
 
 
 def _undecodable_before(notification: Notification) -> int:
-    """How many times in a row the event could not be decoded, by the microseconds of :func:`_next_decoding`."""
+    """Return the number of consecutive failures to decode, from the microseconds set by :func:`_next_decoding`."""
     marked = notification.next_retry_us % _SECOND
-    return marked if notification.state == State.FAILED and marked < MOST_DECODINGS else 0
+    return marked if notification.state == State.FAILED and marked < MAX_DECODE_FAILURES else 0
 
 
 def hook_failure(
@@ -306,32 +306,32 @@ def hook_failure(
     lease: Lease,
     error: BaseException,
     now: datetime,
-    last: Verdict | None,
+    last: FinalOutcome | None,
     cap: timedelta,
     redact: Redact = keep_all,
     described: Description | None = None,
 ) -> Outcome:
-    """The outcome of a hook that failed: the verdict stands, and only the hook is tried again.
+    """Return the outcome of a failed hook: the final outcome does not change, and only the hook is retried.
 
-    ``last`` is the verdict, or ``None`` if the verdict was not read.
+    ``last`` is the final outcome before the hook, or ``None`` if it was not read.
     """
     due = next_try(error, 1 if last is None else last.hook_failures + 1, now, RetryPolicy(), cap, redact)
-    verdict = last or Verdict(State.DEAD, UNKNOWN, 0)
-    told = described or Description.of(error, redact)
-    entry = describe(told, now, notification.attempts, hook_of=verdict)
+    final = last or FinalOutcome(State.DEAD, UNKNOWN, 0)
+    description = described or Description.of(error, redact)
+    entry = describe(description, now, notification.attempts, hook_of=final)
     return Outcome(notification.id, lease, State.DYING, notification.attempts, due, entry)
 
 
 def dead_without_hook(
     notification: Notification, lease: Lease, error: BaseException, now: datetime, redact: Redact = keep_all
 ) -> Outcome:
-    """The outcome of a hook that ends the process or cannot get the row: the row is DEAD without the hook."""
+    """Return the outcome of a hook that kills the process or cannot get the row: the row is DEAD without the hook."""
     entry = describe(error, now, notification.attempts, redact=redact)
     return Outcome(notification.id, lease, State.DEAD, notification.attempts, None, entry)
 
 
-class Verdict(Struct, frozen=True):
-    """The decision about a notification before the hook was called."""
+class FinalOutcome(Struct, frozen=True):
+    """The final outcome of a notification, decided before the hook is called."""
 
     state: State
     error: HandlerFailed
@@ -341,23 +341,23 @@ class Verdict(Struct, frozen=True):
 UNKNOWN = HandlerFailed("unknown", "", "", None)
 
 
-def verdict_of(errors: str) -> Verdict:
-    """The verdict in the ``errors`` column. A row that was made DYING by hand, without a verdict, is DEAD."""
+def final_outcome_of(errors: str) -> FinalOutcome:
+    """Read the final outcome from the column ``errors``. A row that was made DYING by hand, without one, is DEAD."""
     entries = _entries(errors)
-    states = [entry["verdict"] for entry in entries if entry.get("verdict") in _VERDICTS]
+    states = [entry["verdict"] for entry in entries if entry.get("verdict") in _FINAL_STATES]
     hooks = [entry for entry in entries if isinstance(entry.get("hook_of"), dict)]
-    # The handler's own error. Entries of failed hooks may have pushed it out of the column, and repeat the error.
+    # The error of the handler. Entries of failed hooks repeat it, because they may have pushed it out of the column.
     lost: dict[str, Any] = hooks[-1]["hook_of"] if hooks else {}
     own = next((entry for entry in reversed(entries) if "hook_of" not in entry), lost)
-    told, attempt = Description.read(own), own.get("attempt")
+    found, attempt = Description.read(own), own.get("attempt")
     error = HandlerFailed(
-        told.type or UNKNOWN.type, told.message, told.traceback, attempt if isinstance(attempt, int) else None
+        found.type or UNKNOWN.type, found.message, found.traceback, attempt if isinstance(attempt, int) else None
     )
-    return Verdict(State(states[-1]) if states else State.DEAD, error, len(hooks))
+    return FinalOutcome(State(states[-1]) if states else State.DEAD, error, len(hooks))
 
 
 def _entries(errors: str) -> list[dict[str, Any]]:
-    """The entries of the column, without values that were written by hand."""
+    """Return the entries of the column, without malformed values that were written by hand."""
     try:
         return [entry for entry in _list.decode(errors) if isinstance(entry, dict)]
     except (msgspec.DecodeError, UnicodeError, TypeError, RecursionError):
@@ -369,78 +369,78 @@ def describe(
     now: datetime,
     attempt: int,
     *,
-    verdict: State | None = None,
-    hook_of: Verdict | None = None,
+    final_state: State | None = None,
+    hook_of: FinalOutcome | None = None,
     redact: Redact = keep_all,
 ) -> str:
-    """An entry of the ``errors`` column: time, type, message, short traceback, attempt."""
-    told = error if type(error) is Description else Description.of(cast(BaseException, error), redact)
-    return _entry(told, now, attempt, verdict, hook_of)
+    """Return an entry of the column ``errors``: time, type, message, short traceback, attempt."""
+    description = error if type(error) is Description else Description.of(cast(BaseException, error), redact)
+    return _entry(description, now, attempt, final_state, hook_of)
 
 
 def is_free(error: BaseException) -> bool:
-    """True if the error says that the run uses up no attempt."""
+    """Return True if the run does not count as an attempt."""
     try:
         return issubclass(type(error), RetryAfter) and not error.count_attempt  # type: ignore[attr-defined]  # RetryAfter has one
-    except BaseException:  # a subclass that cannot say
+    except BaseException:  # a subclass whose attribute raises
         return False
 
 
 def next_try(
     error: BaseException, attempts: int, now: datetime, policy: RetryPolicy, cap: timedelta, redact: Redact
 ) -> datetime:
-    """The time of the retry after ``attempts`` failed runs, of which the last raised ``error``. Never raises."""
+    """Return the time of the retry after ``attempts`` failed runs, the last of which raised ``error``. Never raises."""
     try:
-        return _wanted(error, attempts, now, policy, cap)
+        return _next_try(error, attempts, now, policy, cap)
     except OverflowError:
         return datetime.max
     except BaseException as broken:
         # A backoff callable or a delay that raises must not lose the row that failed.
         key = (type_name(error), type_name(broken))
-        if _flood.admits(key, logging.ERROR):
-            _flood.log(
-                key, logging.ERROR, "cannot tell when to retry after %s; the default backoff applies: %s at %s",
-                log_text(error, redact), log_text(broken, redact), place_of(broken), error_type=type_name(broken),
+        if _limiter.admits(key, logging.ERROR):
+            _limiter.log(
+                key, logging.ERROR, "invalid retry delay from %s; using the default backoff: %s at %s",
+                log_text(error, redact), log_text(broken, redact), location_of(broken), error_type=type_name(broken),
             )  # fmt: skip
         return now + RetryPolicy().wait_after(max(attempts, 1), error, cap)
 
 
-def _wanted(error: BaseException, attempts: int, now: datetime, policy: RetryPolicy, cap: timedelta) -> datetime:
-    """The moment of the next try, by the error or else by the policy. Both may give any value."""
+def _next_try(error: BaseException, attempts: int, now: datetime, policy: RetryPolicy, cap: timedelta) -> datetime:
+    """Return the time of the retry, from the error or the policy. Both are user code and may return anything."""
     if not issubclass(type(error), RetryAfter):
         return now + policy.wait_after(max(attempts, 1), error, cap)
-    wish: Any = error
-    if wish.at is None:
-        return now + parse_duration(wish.delay, key="RetryAfter.delay")
-    return max(_plain(wish.at), EPOCH)  # dispatch reads due rows from the epoch on
+    retry: Any = error
+    if retry.at is None:
+        return now + parse_duration(retry.delay, key="RetryAfter.delay")
+    return max(_plain(retry.at), EPOCH)  # dispatch reads due rows from the epoch on
 
 
-def _plain(moment: datetime) -> datetime:
-    """A moment as naive UTC, and as a plain ``datetime``, because a subclass may behave in any way."""
+def _plain(time: datetime) -> datetime:
+    """Convert to naive UTC, and to a plain ``datetime``, because a subclass may behave arbitrarily."""
     try:
-        naive = naive_utc(moment)
-    except OverflowError:  # within a day of the calendar's end, where the zone does not matter
-        naive = moment.replace(tzinfo=None)
+        naive = naive_utc(time)
+    except OverflowError:  # within a day of the latest date, where the zone does not matter
+        naive = time.replace(tzinfo=None)
     return datetime(
         naive.year, naive.month, naive.day, naive.hour, naive.minute, naive.second, naive.microsecond
     )  # fmt: skip
 
 
 def _entry(
-    told: Description,
+    description: Description,
     now: datetime | None = None,
     attempt: int | None = None,
-    verdict: State | None = None,
-    hook_of: Verdict | None = None,
+    final_state: State | None = None,
+    hook_of: FinalOutcome | None = None,
     ran: float | None = None,
 ) -> str:
     time = None if now is None else now.isoformat(timespec="microseconds")
-    texts = {"type": told.type, "message": told.message, "traceback": told.traceback}
+    texts = {"type": description.type, "message": description.message, "traceback": description.traceback}
     entry: dict[str, Any] = {"time": time, **texts, "attempt": attempt}
     if ran is not None:
         entry["ran"] = round(ran, 6)
-    if verdict is not None:
-        entry["verdict"] = verdict
+    if final_state is not None:
+        entry["verdict"] = final_state
     if hook_of is not None:
         of = hook_of.error
         entry["verdict"] = hook_of.state

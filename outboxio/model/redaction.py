@@ -1,7 +1,4 @@
-"""Redaction of texts that are stored after a failure, logged, or shown by a tool.
-
-Descriptions: the parts of an error that the ``errors`` column keeps, for any error.
-"""
+"""Redaction of texts that are stored, logged or shown, and descriptions of errors for the column ``errors``."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from outboxio.errors import ConfigurationError
-from outboxio.loops.flood import Flood
+from outboxio.loops.log_limiter import LogLimiter
 from outboxio.model.notification import NotificationRecord
 from outboxio.model.operating.operation import JobRow, Operation
 from outboxio.support.log import log_of, type_name
@@ -34,24 +31,23 @@ _TEXTS = ("type", "message", "traceback")
 
 
 def keep_all(text: str) -> str:
-    """Keeps all text: the default."""
+    """Return the text unchanged: the default."""
     return text
 
 
 def checked_redact(redact: Redact | None) -> Redact:
-    """A function that never raises, and returns no text that ``redact`` has not returned.
+    """Wrap ``redact`` in a function that never raises, and never returns unredacted text.
 
-    Raises :class:`ConfigurationError` if ``redact`` is no plain function of a text.
+    Raises :class:`ConfigurationError` if ``redact`` is not a plain function.
     """
     if redact is None:
         return keep_all
     if not callable(redact) or is_async(redact):
         raise ConfigurationError(
-            f"redact is {briefly(redact)}; expected a function, not async, of a text that returns what may be kept of "
-            "the text"
+            f"redact is {briefly(redact)}; expected a function, not async, that takes a text and returns it redacted"
         )
 
-    flood = Flood(logger)
+    limiter = LogLimiter(logger)
 
     def redacted(text: str) -> str:
         try:
@@ -59,18 +55,18 @@ def checked_redact(redact: Redact | None) -> Redact:
             if isinstance(kept, str):
                 return str.__str__(kept)  # a subclass of str could run any code when the text is used
             reason = f"returned {type(kept).__name__}"
-        except BaseException as broken:  # a broken function must not lose the row that failed
+        except BaseException as broken:  # an error in redact must not lose the failed row
             reason = f"failed with {type_name(broken)}"
         # Message and traceback are left out, because both may quote the text.
-        if flood.admits(reason, logging.ERROR):
-            flood.log(reason, logging.ERROR, "redact %s; what it was given is left out", reason)
-        return f"<left out: redact {reason}>"
+        if limiter.admits(reason, logging.ERROR):
+            limiter.log(reason, logging.ERROR, "redact %s; omitting the text", reason)
+        return f"<omitted: redact {reason}>"
 
     return redacted
 
 
 def redacted_record(record: NotificationRecord, redact: Redact) -> NotificationRecord:
-    """The record with redacted documents and errors."""
+    """Return the record with redacted documents and errors."""
     if redact is keep_all:
         return record
     return replace(
@@ -83,12 +79,12 @@ def redacted_record(record: NotificationRecord, redact: Redact) -> NotificationR
 
 
 def redacted_error(row: WithError, redact: Redact) -> WithError:
-    """The job or operation with a redacted error, which may have been stored before ``redact`` was configured."""
+    """Return the job or operation with a redacted error. It may have been stored before ``redact`` was configured."""
     return row if redact is keep_all or row.error is None else replace(row, error=redact(row.error))
 
 
 def redacted_document(document: Any, redact: Redact) -> Any:
-    """A JSON document, redacted as text. A result that is no JSON object is shown as text."""
+    """Redact a JSON document as text. A result that is not a JSON object is returned as text."""
     if not document:
         return document
     text = redact(msgspec.json.encode(document).decode())
@@ -100,15 +96,15 @@ def redacted_document(document: Any, redact: Redact) -> Any:
 
 
 def redacted_text(text: str, redact: Redact) -> str:
-    """A JSON document as text, redacted. Numbers keep all of their digits.
+    """Redact a JSON document in text form. Numbers keep all of their digits.
 
-    Without ``redact`` the text stays as it is. ``redact`` is given the document without spaces, like all documents.
+    Without ``redact`` the text is unchanged. Otherwise ``redact`` gets it without spaces, like all documents.
     """
     return text if redact is keep_all else redact(_without_spaces(text))
 
 
 def _without_spaces(text: str) -> str:
-    """The document as msgspec writes documents, with numbers as they are. Text that is no JSON is unchanged."""
+    """Reformat a document as msgspec does, with unchanged numbers. Text that is not JSON is unchanged."""
     try:
         decoded = json.loads(text, parse_int=_number, parse_float=_number, parse_constant=_number)
     except (ValueError, RecursionError):
@@ -124,7 +120,7 @@ def _number(digits: str) -> msgspec.Raw:
 
 
 def _entry(entry: Mapping[str, Any], redact: Redact) -> dict[str, Any]:
-    """An entry of ``errors``. The entry may have been stored before ``redact`` was configured."""
+    """Redact an entry of ``errors``, which may have been stored before ``redact`` was configured."""
     kept: dict[str, Any] = {
         key: redact(value) if key in _TEXTS and isinstance(value, str) else value for key, value in entry.items()
     }
@@ -135,13 +131,13 @@ def _entry(entry: Mapping[str, Any], redact: Redact) -> dict[str, Any]:
 
 LONGEST_MESSAGE = 2_000  # characters of an error that are kept
 LONGEST_TRACEBACK = 4_000
-MOST_FRAMES = 6
+MAX_FRAMES = 6
 
 _traceback_of: Any = BaseException.__dict__["__traceback__"]
 
 
 class Description(Struct, frozen=True):
-    """An error in words: redacted type, message and short traceback, as texts that every database stores."""
+    """The description of an error: redacted type, message and short traceback, as texts that every database stores."""
 
     type: str
     message: str = ""
@@ -149,7 +145,7 @@ class Description(Struct, frozen=True):
 
     @classmethod
     def of(cls, error: BaseException, redact: Redact = keep_all) -> Description:
-        """Describe an error. Texts are redacted before cutting, so that ``redact`` sees each text whole."""
+        """Describe an error. Texts are redacted before they are truncated, so that ``redact`` sees each text whole."""
         trace = redact(_traceback(error))
         return cls(
             storable(redact(type_name(error)), LONGEST_MESSAGE),
@@ -159,13 +155,13 @@ class Description(Struct, frozen=True):
 
     @classmethod
     def read(cls, entry: Mapping[str, Any]) -> Description:
-        """The description in an entry of the column; parts that were removed or replaced by hand are empty."""
+        """Read the description from an entry of the column; missing or malformed parts are empty."""
         texts = {part: entry.get(part) for part in ("type", "message", "traceback")}
         return cls(**{part: text if isinstance(text, str) else "" for part, text in texts.items()})
 
 
 def storable(text: str, longest: int) -> str:
-    """Text that every database stores: no NUL, no lone surrogates, not endless."""
+    """Return text that every database stores: no NUL, no lone surrogates, and truncated."""
     clean = text.replace("\0", "\N{SYMBOL FOR NULL}").encode("utf-8", "backslashreplace").decode()
     return clean if len(clean) <= longest else f"{clean[: longest - 1]}\N{HORIZONTAL ELLIPSIS}"
 
@@ -180,7 +176,7 @@ def _message(error: BaseException) -> str:
 
 def _traceback(error: BaseException) -> str:
     try:
-        return "".join(traceback.format_exception(type(error), error, error.__traceback__, limit=-MOST_FRAMES))
-    except BaseException as broken:  # notes, causes or fields that cannot be read
-        stack = "".join(traceback.format_tb(_traceback_of.__get__(error), limit=-MOST_FRAMES))
-        return f"{stack}{type_name(error)}: the rest cannot be described: {type_name(broken)}\n"
+        return "".join(traceback.format_exception(type(error), error, error.__traceback__, limit=-MAX_FRAMES))
+    except BaseException as broken:  # notes, causes or fields that raise
+        stack = "".join(traceback.format_tb(_traceback_of.__get__(error), limit=-MAX_FRAMES))
+        return f"{stack}{type_name(error)}: cannot be formatted further: {type_name(broken)}\n"

@@ -1,4 +1,4 @@
-"""When a failed notification is tried again: the retry policy of handlers."""
+"""The retry policy of handlers: when a failed notification is retried."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from msgspec.structs import fields, force_setattr
 
 from outboxio.errors import SettingsError
 from outboxio.support.duration import (
-    LARGEST_EXPONENT,
+    MAX_EXPONENT,
     Duration,
     OptionalDuration,
     default_duration,
@@ -22,27 +22,26 @@ from outboxio.support.duration import (
 )
 
 Backoff = Callable[[int, BaseException], timedelta]
-"""Returns the wait after the given number of failed attempts, of which the last raised the exception."""
+"""Returns the wait after the given number of failed attempts, the last of which raised the exception."""
 
-FOR_EVER = timedelta(days=36_500)
-"""The longest duration of a policy. A longer duration leads out of the calendars of Python and the servers."""
+MAX_DURATION = timedelta(days=36_500)
+"""The longest duration of a policy. Longer ones could exceed the date ranges of Python and the servers."""
 
 
 class RetryPolicy(Struct, frozen=True, kw_only=True):
-    """The rules for trying a failed notification again, and for giving up.
+    """When a failed notification is retried, and when it fails permanently.
 
-    ``max_attempts``: runs in all before the notification ends DEAD; ``None`` leaves the end to the retention window.
-    ``base``: the wait after the first failure; each further wait is ``factor`` times longer, up to ``cap``
-    (``None``: the setting ``handling_max_backoff_cap``), and every wait varies by ``jitter`` (0.1 is +-10 %).
-    ``retention``: how long a notification may stay undone before the end EXPIRED (``None``: the setting
+    ``max_attempts``: the number of runs after which the notification becomes DEAD; ``None`` for no limit except the
+    retention window. ``base``: the delay after the first failure; each further delay is ``factor`` times longer, up to
+    ``cap`` (``None``: the setting ``handling_max_backoff_cap``), and every delay varies by ``jitter`` (0.1 is +-10 %).
+    ``retention``: how long a notification may stay unfinished before it becomes EXPIRED (``None``: the setting
     ``handling_retention_window``). ``backoff``: a callable of (attempts, exception) that returns a ``timedelta`` and
-    replaces base, factor, cap and jitter. If the callable raises, or returns any other type, the outbox logs that and
-    the default backoff applies; a negative ``timedelta`` counts as zero.
+    replaces base, factor, cap and jitter. If it raises, or returns any other type, the error is logged and the default
+    backoff applies; a negative ``timedelta`` counts as zero.
 
-    Durations are ``timedelta``, seconds, ``"30s"`` or ISO-8601. A duration of more than 100 years counts as 100 years:
-    so ``retention=timedelta.max`` means "for ever". A value that makes no sense raises
-    :class:`~outboxio.SettingsError`, which names the value: a retention of zero, a factor that is below 1 or no finite
-    number, or ``max_attempts`` that is no whole number.
+    Durations are ``timedelta``, seconds, ``"30s"`` or ISO-8601. Durations over 100 years count as 100 years, so
+    ``retention=timedelta.max`` means no limit. An invalid value raises :class:`~outboxio.SettingsError`, which names
+    it: a retention of zero, a factor that is below 1 or not finite, or ``max_attempts`` that is not a whole number.
 
     Example::
 
@@ -59,10 +58,10 @@ class RetryPolicy(Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            given = getattr(self, field.name)
-            if field.name == "base" or (field.name in ("cap", "retention") and given is not None):
-                duration = parse_duration(given, key=f"RetryPolicy.{field.name}")
-                force_setattr(self, field.name, min(duration, FOR_EVER))
+            value = getattr(self, field.name)
+            if field.name == "base" or (field.name in ("cap", "retention") and value is not None):
+                duration = parse_duration(value, key=f"RetryPolicy.{field.name}")
+                force_setattr(self, field.name, min(duration, MAX_DURATION))
         _expect(self, "retention", self.retention is None or bool(self.retention), "a duration longer than zero")
         _expect(self, "max_attempts", _is_count(self.max_attempts), "1 or more, or None; a whole number")
         for name in ("factor", "jitter"):
@@ -72,9 +71,9 @@ class RetryPolicy(Struct, frozen=True, kw_only=True):
         _expect(self, "backoff", self.backoff is None or callable(self.backoff), "a callable of (attempts, exception)")
 
     def wait_after(self, attempts: int, error: BaseException, default_cap: timedelta) -> timedelta:
-        """The wait after ``attempts`` failed runs, of which the last raised ``error``.
+        """Return the delay after ``attempts`` failed runs, the last of which raised ``error``.
 
-        An error of ``backoff`` passes through. :class:`TypeError` if ``backoff`` returned no ``timedelta``.
+        Errors of ``backoff`` are not caught. Raises :class:`TypeError` if it does not return a ``timedelta``.
         """
         if self.backoff is not None:
             wait: Any = self.backoff(attempts, error)  # callers may not be typed
@@ -87,7 +86,7 @@ class RetryPolicy(Struct, frozen=True, kw_only=True):
 
     def _before_cap(self, attempts: int) -> float:
         try:
-            return self.base.total_seconds() * self.factor ** min(attempts - 1, LARGEST_EXPONENT)
+            return self.base.total_seconds() * self.factor ** min(attempts - 1, MAX_EXPONENT)
         except OverflowError:  # longer than any cap, unless base is zero
             return math.inf if self.base else 0.0
 
@@ -97,7 +96,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _finite(policy: RetryPolicy, field: str) -> float:
-    """The number in a field as a float. :class:`SettingsError` for a value that is no finite number."""
+    """Return the number in a field as a float. Raises :class:`SettingsError` unless it is a finite number."""
     value: Any = getattr(policy, field)  # callers may not be typed
     number = math.nan
     if isinstance(value, int | float | Decimal) and not isinstance(value, bool):

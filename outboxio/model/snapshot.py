@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 class Snapshot(Struct, frozen=True):
-    """The event of a row in a bootstrap, with the parameters of ``tx.emit`` that the other events of the row have.
+    """The event of a row in a bootstrap, with the same parameters of ``tx.emit`` as the row's other events.
 
-    ``model_id`` is the row's key by default, and ``ordering_key`` the ``model_id``.
+    ``model_id`` defaults to the row's key, and ``ordering_key`` to ``model_id``.
 
     Example::
 

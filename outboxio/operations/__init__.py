@@ -1,1 +1,1 @@
-"""For operators and for housekeeping: counts, lists, retries, retention."""
+"""Queries and operations for operators, and housekeeping."""

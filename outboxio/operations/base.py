@@ -1,4 +1,4 @@
-"""The parts that all questions and orders of :class:`~outboxio.operations.admin.Admin` share."""
+"""The base of all queries and operations of :class:`~outboxio.operations.admin.Admin`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from outboxio.handlers.handler import HandlerRegistry
 from outboxio.health.overview import OverviewReader
 from outboxio.model.event import EventTypes
 from outboxio.model.redaction import Redact
-from outboxio.operations.arguments import Known
-from outboxio.operations.recorder import AdminShard, AdminShards, By, Ends, Recorder
+from outboxio.operations.arguments import KnownNames
+from outboxio.operations.recorder import AdminShard, AdminShards, BulkCutoffs, By, Recorder
 from outboxio.settings import Settings
 from outboxio.support.ids import ProcessName
 
 
 class AdminSetup(Struct, frozen=True, kw_only=True):
-    """The parts of an outbox that operators reach."""
+    """The parts of an outbox that ``Admin`` needs."""
 
     namespace: str
     shards: Mapping[str, AdminShard]
@@ -27,11 +27,11 @@ class AdminSetup(Struct, frozen=True, kw_only=True):
     types: EventTypes
     redact: Redact
     owner: object
-    """The outbox, whose transactions would block an order on a database with a single writer."""
+    """The outbox, whose transactions would block an operation on a database with a single writer."""
     process: ProcessName
     """The name of this process in ``leases`` and ``operations``."""
-    ends: Ends
-    """Of bulk orders."""
+    cutoffs: BulkCutoffs
+    """The upper bounds of bulk operations."""
     overviews: OverviewReader
     """Shared with ``outbox.health()``."""
 
@@ -47,15 +47,15 @@ class AdminBase:
         self._types = setup.types
         self._redact = setup.redact
         self._shards = AdminShards(setup.shards, setup.owner)
-        self._known = Known(setup.namespace, setup.handlers, setup.types)
+        self._known = KnownNames(setup.namespace, setup.handlers, setup.types)
         self._recorder = Recorder(
             setup.namespace, self._shards, setup.process, by, setup.redact, setup.overviews.operation_ended
         )
 
     async def explained(self, error: Exception) -> Exception:
-        """The error to show: :class:`RightsMissing` if a database has refused to read a table, or else ``error``.
+        """Return the error to show: :class:`RightsMissing` or :class:`SchemaMissing` if that is the cause of ``error``.
 
-        :class:`SchemaMissing` if a database lacks a table.
+        Otherwise returns ``error`` itself.
         """
         for database in self._shards.databases(None):
             if database.lacks_schema(error):
@@ -68,5 +68,5 @@ class AdminBase:
                     await database.schema.check()
                 except RightsMissing as missing:
                     return missing
-                return RightsMissing.told_by(database.name, error)
+                return RightsMissing.from_error(database.name, error)
         return error

@@ -1,8 +1,8 @@
-"""Bootstrap: a handler gets an event for each row that exists, in chunks that lock their rows (decision 85).
+"""Bootstrap: a handler gets an event for each existing row, in chunks that lock their rows (decision 85).
 
-A chunk is a transaction that reads rows in share mode, and then writes their events, the notifications of the handler,
-and the position. A writer of such a row has either committed before, and the chunk reads its change; or waits, and its
-event gets a higher sequence. Admission (``runs/ordering.py``) lets older events that wait for fan-out go first.
+A chunk is a transaction that reads rows in share mode, and writes their events, the notifications of the handler, and
+the position. A writer of such a row has either committed before, and the chunk reads its change; or it waits, and its
+event gets a higher sequence. Admission (``runs/ordering.py``) runs older events that wait for fan-out first.
 """
 
 # pyright: reportPrivateUsage=false
@@ -24,17 +24,17 @@ from msgspec.structs import replace
 from outboxio.actions.executor import ActionExecutor, current_cause
 from outboxio.errors import CommitUnknown, ConfigurationError, DatabaseUnavailable, UnknownHandler
 from outboxio.fanout.fanout import Announcer
-from outboxio.handlers.handler import Handler, wanted_by
+from outboxio.handlers.handler import Handler, subscriptions_of
 from outboxio.model.event import BOOTSTRAP_ACTION, EventRecord
 from outboxio.model.lock_name import LockName
-from outboxio.model.operating.groups import Place
+from outboxio.model.operating.groups import PageCursor
 from outboxio.model.operating.operation import Operation, OperationState
 from outboxio.model.snapshot import Snapshot, SnapshotRows, ToEvent
-from outboxio.operations.arguments import given_handler
+from outboxio.operations.arguments import handler_argument
 from outboxio.operations.base import AdminBase
 from outboxio.operations.recorder import By, after_error, log_end, naming_rights
 from outboxio.operations.takeover import SILENCE
-from outboxio.support.aio import to_the_end
+from outboxio.support.aio import run_to_completion
 from outboxio.support.duration import pause_after
 from outboxio.support.ids import uuid7
 from outboxio.support.log import log_of
@@ -44,17 +44,18 @@ from outboxio.transaction import Transaction
 logger = log_of(__name__)
 
 KIND = "bootstrap"
-MOST_WAITING = 5000  # unfinished notifications of the handler, from which on no further chunk begins
+MAX_BACKLOG = 5000  # unfinished notifications of the handler, at which no further chunk starts
 LARGEST_CHUNK = 10_000  # rows
-LOOK_DELAY = 0.2  # seconds between two looks at the backlog, or at a bootstrap of a different process
-LONG_WAIT = 150  # looks at the backlog in a row, after which the log says what the bootstrap waits for
-_MOST_FAILURES = 10  # in a row, of a chunk, by errors that may pass
+CHECK_DELAY = 0.2  # seconds between two checks of the backlog, or of a bootstrap of another process
+LONG_WAIT = 150  # consecutive checks of the backlog, after which the wait is logged
+_MAX_FAILURES = 10  # of a chunk in a row, with transient errors
 _BEFORE = timedelta(hours=1)
-"""A transaction that is open now may have events of an earlier date: a new ``since="now"`` begins so much earlier."""
+"""How far a new ``since="now"`` is set back, because open transactions may have events with earlier dates."""
 
 # --- positions -----------------------------------------------------------------------------------
 #
-# The values of a key as texts that give back the same values: JSON would change dates, decimals and large numbers.
+# The values of a key are stored as texts that restore the same values: JSON would change dates, decimals and large
+# numbers.
 
 _KINDS: Mapping[str, tuple[type, Any, Any]] = {
     "int": (int, str, int),
@@ -68,8 +69,8 @@ _KINDS: Mapping[str, tuple[type, Any, Any]] = {
 }
 
 
-def as_place(key: Sequence[Any]) -> Place:
-    """A key as a position. Raises :class:`ConfigurationError` for a value that a position cannot hold."""
+def as_cursor(key: Sequence[Any]) -> PageCursor:
+    """Return a key as a position. Raises :class:`ConfigurationError` for a value that a position cannot hold."""
     texts = list[str]()
     for value in key:
         kind = next((kind for kind, (cls, *_) in _KINDS.items() if isinstance(value, cls)), None)
@@ -78,12 +79,12 @@ def as_place(key: Sequence[Any]) -> Place:
                 f"rows returned the key {briefly(value)}; a key column holds {', '.join(_KINDS)}, and is not NULL"
             )
         texts += [kind, _KINDS[kind][1](value)]
-    return Place(KIND, "", tuple(texts))
+    return PageCursor(KIND, "", tuple(texts))
 
 
-def key_at(place: Place) -> tuple[Any, ...]:
-    """The key at a position."""
-    return tuple(_KINDS[kind][2](text) for kind, text in zip(place.key[::2], place.key[1::2], strict=True))
+def key_at(cursor: PageCursor) -> tuple[Any, ...]:
+    """Return the key at a position."""
+    return tuple(_KINDS[kind][2](text) for kind, text in zip(cursor.key[::2], cursor.key[1::2], strict=True))
 
 
 # --- the call ------------------------------------------------------------------------------------
@@ -97,21 +98,21 @@ class Call(Struct, frozen=True):
     to_event: ToEvent
     key: tuple[str, ...]
     is_single: bool
-    """True if the key was given as the name of one column, and ``after`` is its value."""
+    """True if the key is the name of a single column, and ``after`` is its value."""
     chunk: int
     again: bool
 
     @property
     def request(self) -> dict[str, object]:
-        """The arguments that the operation records."""
+        """The arguments to record with the operation."""
         return {"handler": self.handler, "key": list(self.key), "chunk": self.chunk}
 
     def keys_of(self, found: Any, after: tuple[Any, ...] | None) -> list[tuple[Any, ...]]:
-        """The keys of the rows of a chunk. Raises :class:`ConfigurationError` for rows that were not asked for."""
+        """Return the keys of the rows of a chunk. Raises :class:`ConfigurationError` for rows that are not valid."""
         if not issubclass(type(found), Sequence):
             raise ConfigurationError(f"rows returned {briefly(found)}; expected a list of rows, as `tx.fetch` returns")
         if len(found) > self.chunk:
-            raise ConfigurationError(f"rows returned {len(found):,} rows; it was asked for {self.chunk:,}: add a LIMIT")
+            raise ConfigurationError(f"rows returned {len(found):,} rows instead of {self.chunk:,}: add a LIMIT")
         keys, seen = list[tuple[Any, ...]](), {after}
         for row in found:
             try:
@@ -120,10 +121,10 @@ class Call(Struct, frozen=True):
                 raise ConfigurationError(
                     f"rows returned {briefly(row)}, which lacks a column of the key ({', '.join(self.key)}): {error!r}"
                 ) from error
-            as_place(key)
-            if key in seen or (after is not None and not _is_behind(key, after)):
+            as_cursor(key)
+            if key in seen or (after is not None and not _may_follow(key, after)):
                 raise ConfigurationError(
-                    f"rows returned the key {briefly(key)} behind {briefly(after)}: select the rows with a key greater "
+                    f"rows returned the key {briefly(key)} after {briefly(after)}: select the rows with a key greater "
                     f"than `after`, and order them by {', '.join(self.key)}, which must be unique"
                 )
             keys.append(key)
@@ -132,29 +133,29 @@ class Call(Struct, frozen=True):
         return keys
 
 
-def _is_behind(key: tuple[Any, ...], before: tuple[Any, ...]) -> bool:
-    """False if a key is certainly not behind another. Each collation has its own order of texts."""
+def _may_follow(key: tuple[Any, ...], before: tuple[Any, ...]) -> bool:
+    """Return False if a key certainly does not follow another. Collations differ in the order of texts."""
     try:
         return any(isinstance(value, str) for value in key) or key > before
-    except TypeError as error:  # such as a naive datetime behind an aware one
+    except TypeError as error:  # such as a naive datetime after an aware one
         raise ConfigurationError(f"rows returned the keys {briefly(before)} and {briefly(key)}: {error}") from error
 
 
-def given_call(handler: object, rows: Any, to_event: Any, key: Any, chunk: Any, again: object) -> Call:
-    """The checked arguments. Raises :class:`ConfigurationError`."""
+def checked_call(handler: object, rows: Any, to_event: Any, key: Any, chunk: Any, again: object) -> Call:
+    """Validate the arguments. Raises :class:`ConfigurationError`."""
     names: Any = [key] if isinstance(key, str) else key
     listed: list[Any] = list(cast("Sequence[Any]", names)) if isinstance(names, list | tuple) else []
     if not listed or not all(isinstance(column, str) and column for column in listed):
         raise ConfigurationError(f"key is {briefly(key)}; expected the name of a unique column, or a list of names")
     if not isinstance(chunk, int) or isinstance(chunk, bool) or not 1 <= chunk <= LARGEST_CHUNK:
         raise ConfigurationError(f"chunk is {briefly(chunk)}; expected a number of rows from 1 to {LARGEST_CHUNK:,}")
-    for name, given, expected in (
+    for name, function, expected in (
         ("rows", rows, "an async function of (tx, after, limit)"),
         ("to_event", to_event, "a plain function of a row"),
     ):
-        if not callable(given) or (name == "to_event" and inspect.iscoroutinefunction(given)):
-            raise ConfigurationError(f"{name} is {briefly(given)}; expected {expected}")
-    return Call(given_handler(handler), rows, to_event, tuple(listed), isinstance(key, str), chunk, again is True)
+        if not callable(function) or (name == "to_event" and inspect.iscoroutinefunction(function)):
+            raise ConfigurationError(f"{name} is {briefly(function)}; expected {expected}")
+    return Call(handler_argument(handler), rows, to_event, tuple(listed), isinstance(key, str), chunk, again is True)
 
 
 # --- the run -------------------------------------------------------------------------------------
@@ -174,7 +175,7 @@ class Bootstrap(AdminBase):
         if found is None:
             raise UnknownHandler(call.handler, self._namespace, self._handlers.names)
         self._handler: Handler = found
-        self._wanted_types = {wanted.event_type for wanted in wanted_by(found)}
+        self._event_types = {subscription.event_type for subscription in subscriptions_of(found)}
         self._id = self._id_of(found.name)
         self._worker = f"{self._recorder.worker}:{uuid7().hex[-8:]}"
         self._again = call.again
@@ -185,10 +186,10 @@ class Bootstrap(AdminBase):
         )
 
     async def run(self) -> Operation:
-        """Carry the bootstrap out, or wait for the process that does. Returns the finished operation."""
+        """Run the bootstrap, or wait for the process that runs it. Returns the finished operation."""
         async with naming_rights(self._one.database, KIND):
             await self._one.measure()
-            await self._find_renamed()
+            await self._find_under_alias()
             await self._subscribe()
             failures = 0
             while True:
@@ -196,94 +197,94 @@ class Bootstrap(AdminBase):
                 try:
                     if not await self._take():
                         return await self._operation()
-                    state = await self._to_the_end()
+                    state = await self._run_chunks()
                     if state is not None and await self._end(state):
                         return await self._operation()
                 except BaseException as error:
                     failures = failures + 1 if self._after == before else 1
-                    if failures > _MOST_FAILURES or not self._may_pass(error):
-                        await to_the_end(self._interrupted(error))
+                    if failures > _MAX_FAILURES or not self._is_transient(error):
+                        await run_to_completion(self._interrupted(error))
                         raise
                     await asyncio.sleep(pause_after(failures))
 
     def _id_of(self, name: str) -> UUID:
-        """A handler has one bootstrap on a shard: its id is computed, and its primary key keeps two calls apart."""
+        """Return the id of the handler's only bootstrap on a shard. Concurrent calls conflict on its primary key."""
         return uuid5(NAMESPACE_OID, "/".join((self._namespace, KIND, name)))
 
-    async def _find_renamed(self) -> None:
-        """A handler that was renamed keeps the bootstrap of its former name."""
+    async def _find_under_alias(self) -> None:
+        """Use the bootstrap of a former name if the handler was renamed."""
         for id in map(self._id_of, (self._handler.name, *sorted(self._handler.aliases))):
             if await self._one.database.operations.get(self._namespace, id) is not None:
                 self._id = id
                 return
 
-    def _may_pass(self, error: BaseException) -> bool:
-        """True for a lost connection. The next try reads the position, and so whether the last chunk was committed."""
+    def _is_transient(self, error: BaseException) -> bool:
+        """Return True for a lost connection, too: the position shows whether the last chunk was committed."""
         database = self._one.database
         return isinstance(error, CommitUnknown | DatabaseUnavailable) or (
             isinstance(error, Exception) and (database.is_transient(error) or database.is_unreachable(error))
         )
 
     async def _subscribe(self) -> None:
-        """Announce the handler before the first row is read, so that it gets every change after that."""
+        """Announce the handler before the first row is read, so that it gets all later changes."""
         since, database, now = self._handler.options.since, self._one.database, self._one.clock()
         if isinstance(since, datetime) and since > now:
             raise ConfigurationError(
-                f"handler {self._handler.name!r} has since={since!r}, which is still to come: changes until then would "
-                "be missing after the bootstrap. Leave since= out"
+                f"handler {self._handler.name!r} has since={since!r}, which is in the future: the handler would miss "
+                "all changes until then. Remove since="
             )
         if since == "now":
             announced = await database.subscriptions.announced(self._namespace)
             if self._handler.names.isdisjoint(one.handler_name for one in announced):
                 mark = LockName(self._namespace, "since", self._handler.name)
-                await database.subscriptions.begin({mark: now - _BEFORE}, self._setup.process.text)
+                await database.subscriptions.set_start_dates({mark: now - _BEFORE}, self._setup.process.text)
         await self._announcer.announce_if_due()
 
-    # --- who works -------------------------------------------------------------------------------
+    # --- the worker ------------------------------------------------------------------------------
 
     async def _take(self) -> bool:
-        """Become the worker of the bootstrap; False if it is done. Waits while a different process works."""
+        """Become the worker of the bootstrap; False if it is done. Waits while another process runs it."""
         operations, table, namespace = self._one.database.operations, self._table, self._namespace
         has_waited = False
         while True:
             found, now = await operations.get(namespace, self._id), self._one.clock()
             if found is None:
-                order = replace(self._recorder.order(KIND, self._call.request, None, None), id=self._id)
-                await table.begin(namespace, order.operation(now, self._one.database.name), self._worker)
+                requested = replace(self._recorder.request(KIND, self._call.request, None, None), id=self._id)
+                await table.begin(namespace, requested.operation(now, self._one.database.name), self._worker)
             elif found.has_ended:
                 if found.state is OperationState.DONE and (has_waited or not self._again):
                     return False
-                if has_waited and await operations.is_to_stop(namespace, self._id):
-                    return False  # an operator has stopped it meanwhile
+                if has_waited and await operations.stop_requested(namespace, self._id):
+                    return False  # an operator has stopped it
                 if not self._again:
                     self._refuse_other_key(found)
                 await table.reopen(
-                    namespace, found, self._worker, now, anew=self._call.request if self._again else None
+                    namespace, found, self._worker, now, request=self._call.request if self._again else None
                 )
             else:
                 self._refuse_other_key(found)
                 if await operations.take(namespace, self._id, self._worker, now - SILENCE, now) is not None:
-                    if await operations.is_to_stop(namespace, self._id):  # before its process died
+                    if await operations.stop_requested(namespace, self._id):  # before its process died
                         await self._end(OperationState.STOPPED)
                     elif self._again:
-                        await table.reopen(namespace, found, self._worker, now, anew=self._call.request)
+                        await table.reopen(namespace, found, self._worker, now, request=self._call.request)
             if await table.touch(namespace, self._id, self._worker, now):
-                place = await table.reached(namespace, self._id)
-                self._after, self._again = None if place is None else key_at(place), False
+                cursor = await table.reached(namespace, self._id)
+                self._after, self._again = None if cursor is None else key_at(cursor), False
                 return True
             has_waited |= found is not None and not found.has_ended
-            await asyncio.sleep(LOOK_DELAY)
+            await asyncio.sleep(CHECK_DELAY)
 
     def _refuse_other_key(self, found: Operation) -> None:
-        begun, key = found.request.get("key"), list(self._call.key)
-        if begun != key:
+        former, key = found.request.get("key"), list(self._call.key)
+        if former != key:
             raise ConfigurationError(
-                f"the bootstrap of {self._handler.name!r} was begun with key={begun!r}, and key is {key!r}: its "
-                "position has no meaning here. Continue with the former key, or stop it and call with again=True"
+                f"the bootstrap of {self._handler.name!r} was started with key={former!r}, and key is now {key!r}: its "
+                "position does not apply. Continue with the former key, or stop it and call with again=True"
             )
 
     async def _interrupted(self, error: BaseException) -> None:
-        """Record how the call ended. The next call continues at the position."""
+        """Record an interruption. The next call continues at the position."""
         try:
             if isinstance(error, Exception):
                 failed = after_error(await self._operation(), error, self._redact)
@@ -291,7 +292,7 @@ class Bootstrap(AdminBase):
             else:
                 await self._end(OperationState.STOPPED)
         except Exception as lost:  # the error or the cancellation that ended the call matters
-            logger.warning("the end of operation %s could not be recorded: %s", self._id, lost, operation=str(self._id))
+            logger.warning("cannot record the result of operation %s: %s", self._id, lost, operation=str(self._id))
 
     async def _end(self, state: OperationState, error: str | None = None) -> bool:
         error = error and self._one.database.encoding.escaped(error)
@@ -307,34 +308,34 @@ class Bootstrap(AdminBase):
 
     # --- the chunks ------------------------------------------------------------------------------
 
-    async def _to_the_end(self) -> OperationState | None:
-        """Do chunk after chunk; the state in which to end. ``None`` if a different process has taken over."""
-        names, looks = sorted(self._handler.names), 0
+    async def _run_chunks(self) -> OperationState | None:
+        """Process all chunks, and return the final state; ``None`` if another process has taken over."""
+        names, checks = sorted(self._handler.names), 0
         while True:
             await self._announcer.announce_if_due()
-            is_behind = await self._table.backlog(self._namespace, names, MOST_WAITING) >= MOST_WAITING
+            is_behind = await self._table.backlog(self._namespace, names, MAX_BACKLOG) >= MAX_BACKLOG
             if is_behind and await self._table.touch(self._namespace, self._id, self._worker, self._one.clock()):
-                looks += 1
-                if looks == LONG_WAIT:
+                checks += 1
+                if checks == LONG_WAIT:
                     logger.warning(
-                        "the bootstrap of handler %r waits, because the handler has %d or more unfinished "
-                        "notifications: is it paused, failing, or run by no process?", self._handler.name, MOST_WAITING,
-                        handler=self._handler.name, operation=str(self._id),
+                        "bootstrap of handler %r is waiting: the handler has %d or more unfinished notifications; "
+                        "check whether it is paused, failing, or not running in any process",
+                        self._handler.name, MAX_BACKLOG, handler=self._handler.name, operation=str(self._id),
                     )  # fmt: skip
-                await asyncio.sleep(LOOK_DELAY)
+                await asyncio.sleep(CHECK_DELAY)
                 continue
-            looks = 0
+            checks = 0
             keys = await self._chunk()
             if keys is None:
-                is_to_stop = await self._one.database.operations.is_to_stop(self._namespace, self._id)
-                return OperationState.STOPPED if is_to_stop else None
+                stop_requested = await self._one.database.operations.stop_requested(self._namespace, self._id)
+                return OperationState.STOPPED if stop_requested else None
             if not keys:
                 return OperationState.DONE
             self._after = keys[-1]
             self._one.wake()
 
     async def _chunk(self) -> list[tuple[Any, ...]] | None:
-        """Do a chunk, as an action that is retried like any other; the keys of its rows."""
+        """Process a chunk, as an action that is retried like any other, and return the keys of its rows."""
         executor, shard, action_id = self._executor, self._target.database.name, uuid7()
         retries, params = executor.retries((), shard), {"operation": str(self._id)}
         with executor.executing(BOOTSTRAP_ACTION, shard, None) as execution:
@@ -353,7 +354,7 @@ class Bootstrap(AdminBase):
                 execution.repeated()
 
     async def _emit(self, tx: Transaction, params: Mapping[str, str]) -> list[tuple[Any, ...]] | None:
-        """Read the rows, and write their events for the handler, and the position. ``None`` if nothing is to be done.
+        """Read the rows, and write their events for the handler and the position. ``None`` if the operation was lost.
 
         The row of the operation is locked first, so that a process that takes over waits for the chunk.
         """
@@ -379,7 +380,7 @@ class Bootstrap(AdminBase):
             await tx.write(action.completed(target.clock()), records)
         scope = self._namespace, self._id, self._handler.name
         ids = [record.id for record in records]
-        if not await self._table.write(session, scope, ids, as_place(keys[-1]), len(keys), self._one.clock()):
+        if not await self._table.write(session, scope, ids, as_cursor(keys[-1]), len(keys), self._one.clock()):
             raise ConfigurationError(
                 f"handler {self._handler.name!r} has lost its subscriptions during the bootstrap: an operator has "
                 "unsubscribed it. Call outbox.bootstrap again to continue"
@@ -387,20 +388,20 @@ class Bootstrap(AdminBase):
         return keys
 
     def _record_of(self, row: Any, key: tuple[Any, ...]) -> EventRecord | None:
-        given: Any = self._call.to_event(row)
-        if given is None:
+        made: Any = self._call.to_event(row)
+        if made is None:
             return None
-        snapshot = given if isinstance(given, Snapshot) else Snapshot(given)
+        snapshot = made if isinstance(made, Snapshot) else Snapshot(made)
         model_id = key[0] if snapshot.model_id is None and self._call.is_single else snapshot.model_id
         record = self._target.emitter.record(
             snapshot.event, current_cause(), model_id=model_id, model_type=snapshot.model_type,
             ordering_key=snapshot.ordering_key, topic=self._handler.topic,
         )  # fmt: skip
         name = self._handler.name
-        if self._handler.topic is None and record.event_type not in self._wanted_types:
+        if self._handler.topic is None and record.event_type not in self._event_types:
             raise ConfigurationError(
                 f"to_event returned an event {record.event_type!r}, which handler {name!r} does not handle; it handles "
-                f"{', '.join(sorted(self._wanted_types))}"
+                f"{', '.join(sorted(self._event_types))}"
             )
         if self._handler.options.ordered and record.ordering_key is None and record.model_id is None:
             raise ConfigurationError(

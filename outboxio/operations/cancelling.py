@@ -11,12 +11,12 @@ from msgspec.structs import replace
 from outboxio.errors import ConfigurationError
 from outboxio.model.notification import NotificationRecord, State
 from outboxio.model.operating.operation import Operation, OperationState
-from outboxio.operations.arguments import given_id
+from outboxio.operations.arguments import id_argument
 from outboxio.operations.base import AdminBase
 from outboxio.operations.recorder import AdminShard
-from outboxio.support.aio import to_the_end
+from outboxio.support.aio import run_to_completion
 
-PATIENCE = 3.0  # seconds for a process to say that it has the run; each process reads operations about once a second
+PATIENCE = 3.0  # seconds for a process to report that it has the run; each process reads operations about once a second
 PATIENCE_FOR_END = 7.0  # further seconds for a run to end: after 5 s at most it is stuck
 LONGEST_PAUSE = 0.2  # seconds between two reads of the operation
 _CLOCKS_DIFFER = timedelta(seconds=1)
@@ -32,8 +32,8 @@ class CancelOperations(AdminBase):
 
         The process that has the run cancels its task within about a second. The attempt counts as failed with
         :class:`CancelledByOperator`, which has the actor and the reason, and the retry policy decides what follows:
-        ``skip`` the notification as well if it should not run again. In a transaction everything is rolled back. All
-        events of a call of a batch handler fail together. A hook is cancelled too, and runs again later.
+        ``skip`` the notification as well if it should not run again. An open transaction is rolled back. In a batch
+        handler, all events of the call fail together. A hook is cancelled too, and runs again later.
 
         ``done=1`` (for a batch, the number of its events): the run was cancelled. ``refused=1``: it was not, and
         ``error`` says why:
@@ -44,7 +44,7 @@ class CancelOperations(AdminBase):
         If a handler ignores its cancellation, the attempt has failed, and ``error`` says that the run is stuck, as
         after a timeout. The call waits for the result, at most 10 s: later, the operation is still RUNNING.
 
-        Raises :class:`ConfigurationError` for an id that no notification has.
+        Raises :class:`ConfigurationError` for an unknown id.
 
         Example::
 
@@ -52,11 +52,11 @@ class CancelOperations(AdminBase):
             print(operation.done, operation.error)
             await outbox.admin.skip([record.id], reason="the order was cancelled")
         """
-        id = given_id(notification_id)
-        order = self._recorder.order("cancel", {"ids": [str(id)], "number": 1}, actor, reason)
-        one, record = await self._found(id, order.call)
-        worker = f"{self._recorder.worker}:{order.id.hex[-8:]}"
-        operation = await self._recorder.begin(order, one, worker)
+        id = id_argument(notification_id)
+        requested = self._recorder.request("cancel", {"ids": [str(id)], "number": 1}, actor, reason)
+        one, record = await self._found(id, requested.call)
+        worker = f"{self._recorder.worker}:{requested.id.hex[-8:]}"
+        operation = await self._recorder.begin(requested, one, worker)
         why = _why_idle(record, operation.created_date)
         try:
             if why is None:
@@ -68,15 +68,15 @@ class CancelOperations(AdminBase):
                     "process does not respond. Skip it if it should not run"
                 )
         except BaseException:
-            await to_the_end(self._recorder.end(one, replace(operation, state=OperationState.STOPPED), worker))
+            await run_to_completion(self._recorder.end(one, replace(operation, state=OperationState.STOPPED), worker))
             raise
         refused = replace(operation, state=OperationState.DONE, matched=1, refused=1, error=why)
         await self._recorder.end(one, refused, worker)
-        # Without effect if a process has taken the operation meanwhile.
+        # No effect if a process has taken the operation in the meantime.
         return await self._result(one, operation.id, PATIENCE_FOR_END) or operation
 
     async def _found(self, id: UUID, call: str) -> tuple[AdminShard, NotificationRecord]:
-        """The notification and its shard. Raises :class:`ConfigurationError` for an unknown id."""
+        """Return the notification and its shard. Raises :class:`ConfigurationError` for an unknown id."""
         of_event: list[NotificationRecord] = []
         for one in self._shards.to_write(call, None):
             for record in await one.database.stored_notifications.select_by_id(self._namespace, [id]):
@@ -85,11 +85,11 @@ class CancelOperations(AdminBase):
                 of_event.append(record)
         if of_event:
             ids = ", ".join(f"{record.id} ({record.handler_name})" for record in of_event)
-            raise ConfigurationError(f"{id} is an event; give the id of one of its notifications: {ids}")
+            raise ConfigurationError(f"{id} is an event; pass the id of one of its notifications: {ids}")
         raise ConfigurationError(f"there is no notification {id}; outboxio list shows the ids")
 
     async def _result(self, one: AdminShard, id: UUID, patience: float) -> Operation | None:
-        """The operation as soon as it has finished; ``None`` if it has not within ``patience`` seconds."""
+        """Return the operation once it has finished; ``None`` if it has not within ``patience`` seconds."""
         time = asyncio.get_running_loop().time
         deadline, pause = time() + patience, 0.02
         while True:
@@ -103,7 +103,7 @@ class CancelOperations(AdminBase):
 
 
 def _why_idle(record: NotificationRecord, now: datetime) -> str | None:
-    """Why no run of a notification can be in progress; ``None`` if only its process knows.
+    """Return why no run of a notification can be in progress; ``None`` if one may be.
 
     A run may be in progress after the notification was skipped, or has expired.
     """

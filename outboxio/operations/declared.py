@@ -26,14 +26,14 @@ Values = Mapping[str, Any]
 
 
 class Preview(Struct, frozen=True):
-    """What an operation would do now."""
+    """What an operation would do if it ran now."""
 
     effect: Sequence[str] = ()
     """Sentences, with counts."""
     nothing: str | None = None
     """Why the operation would change nothing."""
     is_fulfilled: bool = False
-    """True if nothing changes because the wanted state is there already."""
+    """True if nothing changes because the requested state already exists."""
 
 
 Look = Callable[["Admin", Values], Awaitable[Preview]]
@@ -56,7 +56,7 @@ class Declared(Struct, frozen=True, kw_only=True):
     """Sentences about the effect."""
     look: Look | None = None
     """Reads what the operation would do now."""
-    asks: Literal["never", "on pages", "always"] = "always"
+    confirm: Literal["never", "on pages", "always"] = "always"
     """Whether it is confirmed: on pages only, if it can be undone; or on the command line as well."""
     typed: str | None = None
     """The text to type for a confirmation, so that a single click does not remove much."""
@@ -68,21 +68,21 @@ class Declared(Struct, frozen=True, kw_only=True):
     """The result if the method returns False or 0."""
 
     def text(self, template: str, admin: Admin, values: Values, **more: Any) -> str:
-        """A text of the declaration with the arguments, the period, the event types and the retention."""
+        """Fill in a text of the declaration with the arguments, the period, the event types and the retention."""
         return template.format_map({**_facts(values, admin), **more})
 
     async def preview(self, admin: Admin, values: Values) -> Preview:
-        """What the operation would do now."""
+        """Return what the operation would do now."""
         found = Preview() if self.look is None else await self.look(admin, values)
         known = _facts(values, admin)
         return replace(found, effect=[*found.effect, *(sentence.format_map(known) for sentence in self.effect)])
 
     async def run(self, admin: Admin, values: Values, reason: str | None) -> Any:
-        """Run the operation, and record it with a reason; the result of the method."""
+        """Run the operation, record it with a reason, and return the result of the method."""
         return await getattr(admin, self.kind)(**values, reason=reason)
 
     def result(self, result: Any, admin: Admin, values: Values) -> str:
-        """The result of :meth:`run` as a text."""
+        """Describe the result of :meth:`run`."""
         text = self.done if result or result is None or not self.unchanged else self.unchanged
         return self.text(text, admin, values, **(asdict(result) if isinstance(result, Struct) else {"number": result}))
 
@@ -104,7 +104,7 @@ def _facts(values: Values, admin: Admin) -> dict[str, Any]:
 
 
 def counted(number: int, noun: str) -> str:
-    """A number with a noun: ``1 row``, ``10,000+ rows``."""
+    """Format a number with a noun: ``1 row``, ``10,000+ rows``."""
     text = str(number) if isinstance(number, BoundedCount) else f"{number:,}"
     return f"{text} {noun}{'s' * (text != '1')}"
 
@@ -139,7 +139,7 @@ async def _of_subscriptions(admin: Admin, values: Values) -> Preview:
 async def _of_run(admin: Admin, values: Values) -> Preview:
     for record in await admin.inspect(values["notification_id"]):
         attempt = f"attempt {record.attempts + 1}, now {record.state}"
-        return Preview([f"The run is of the handler {record.handler_name} for event {record.event_id} ({attempt})."])
+        return Preview([f"Run of the handler {record.handler_name} for event {record.event_id} ({attempt})."])
     return Preview(nothing=f"there is no notification {values['notification_id']}; outboxio list shows the ids")
 
 
@@ -158,19 +158,19 @@ _ENDED = "had finished, or is unknown; outboxio operations shows all operations"
 # fmt: off
 _ALL = (
     Declared(
-        kind="pause", permission="pause", arguments=_HANDLER, look=_of_pause, asks="on pages",
+        kind="pause", permission="pause", arguments=_HANDLER, look=_of_pause, confirm="on pages",
         does="pause {handler}", button="Pause {handler}",
         effect=["No run of the handler starts, in any process, until an operator unpauses the handler.",
                 "Running handlers finish. Events wait, and their retention starts when the pause ends."],
         done="{handler} is paused: no run starts, in any process; outboxio unpause ends the pause",
     ),
     Declared(
-        kind="unpause", permission="pause", arguments=_HANDLER, look=_of_unpause, asks="never",
+        kind="unpause", permission="pause", arguments=_HANDLER, look=_of_unpause, confirm="never",
         does="let {handler} run again",
         done="{handler} runs again", unchanged="{handler} was not paused",
     ),
     Declared(
-        kind="partitions", permission="pause", arguments={**_HANDLER, "number": "number"}, asks="never",
+        kind="partitions", permission="pause", arguments={**_HANDLER, "number": "number"}, confirm="never",
         does="set the number of partitions of {handler} to {number}",
         done="the number of partitions of {handler} is {number}",
     ),
@@ -178,30 +178,30 @@ _ALL = (
         kind="resume", permission="resume", arguments={"handler": "handler", "ordering_key": "key"}, look=_of_key,
         does="resume the key {ordering_key} of {handler} without its dead letter", button="Resume the key",
         effect=["The dead letters that park the key end SKIPPED: the handler never handles these events.",
-                "What is blocked behind them runs. To run the dead letter again instead, retry it."],
+                "The notifications blocked behind them run. To run the dead letter again instead, retry it."],
         done="resumed: {number:,} notifications were skipped",
     ),
     Declared(
         kind="replay", permission="replay", arguments=_HANDLER, times=("since", "until"),
         does="run {handler} again for all events{period} that it has finished", button="Replay {handler}",
         effect=["SUCCEEDED, EXPIRED and DEAD notifications of the handler become due again, if their events were "
-                "emitted in this period. The handler must be able to see an event twice.",
+                "emitted in this period. The handler must tolerate handling an event twice.",
                 "Notifications that retention has removed cannot be replayed."],
         done="replayed: {number:,} events are due again",
     ),
     Declared(
         kind="backfill", permission="backfill", arguments=_HANDLER, times=("since",),
-        does="give {handler} {events}{period} that it has missed", button="Backfill {handler}",
+        does="send {handler} {events}{period} that it has missed", button="Backfill {handler}",
         effect=["The handler gets a notification for each event in this period that was fanned out without it.",
                 "Existing notifications stay as they are."],
-        done="backfilled: {number:,} notifications are new",
+        done="backfilled: {number:,} notifications were added",
     ),
     Declared(
         kind="unsubscribe", permission="unsubscribe", arguments=_HANDLER, look=_of_subscriptions, typed="{handler}",
         does="remove the subscriptions of {handler}", button="Unsubscribe {handler}",
-        effect=["For a handler that is gone for good: new events get no notification for it.",
+        effect=["For a handler that was removed permanently: new events get no notification for it.",
                 "A process that still has the handler announces it again within a minute."],
-        done="unsubscribed: {number:,} subscriptions are gone",
+        done="unsubscribed: {number:,} subscriptions were removed",
     ),
     Declared(
         kind="purge", permission="purge", typed="{namespace}",
@@ -209,11 +209,11 @@ _ALL = (
         effect=["Notifications and events that finished more than {keep_finished} ago are removed, and dead letters of "
                 "more than {keep_dead} ago.",
                 "Nothing unfinished is removed, and no dead letter that parks a key. Running processes remove the same "
-                "rows little by little."],
+                "rows gradually."],
         done="removed {notifications:,} notifications, {events:,} events, {consumed_events:,} consumed_events",
     ),
     Declared(
-        kind="cancel", permission="cancel", arguments={"notification_id": "id"}, look=_of_run, asks="on pages",
+        kind="cancel", permission="cancel", arguments={"notification_id": "id"}, look=_of_run, confirm="on pages",
         does="cancel the run of notification {notification_id}", button="Cancel the run",
         effect=["The process that has the run cancels it within about a second. The attempt has failed, and the retry "
                 "policy decides what follows: skip the notification as well if it should not run again.",
@@ -222,7 +222,7 @@ _ALL = (
         unchanged="no run was cancelled",
     ),
     Declared(
-        kind="stop", permission="stop", arguments={"id": "id"}, look=_of_operation, asks="never",
+        kind="stop", permission="stop", arguments={"id": "id"}, look=_of_operation, confirm="never",
         does="stop operation {id}",
         done="operation {id} stops after the batch in progress", unchanged="operation {id} " + _ENDED,
     ),
@@ -230,11 +230,11 @@ _ALL = (
         kind="pause_job", permission="pause", arguments=_JOB,
         does="pause the job {name}", button="Pause {name}",
         effect=["No run of the job starts, in any process, until an operator unpauses the job. A running job finishes.",
-                "Scheduled times that pass meanwhile are left out."],
+                "Scheduled times that pass in the meantime are skipped."],
         done="job {name} is paused",
     ),
     Declared(
-        kind="unpause_job", permission="pause", arguments=_JOB, asks="never",
+        kind="unpause_job", permission="pause", arguments=_JOB, confirm="never",
         does="let the job {name} run again",
         done="job {name} runs again",
     ),
@@ -248,7 +248,7 @@ _ALL = (
     Declared(
         kind="remove_job", permission="unsubscribe", arguments=_JOB, typed="{name}",
         does="remove the row of the job {name}", button="Remove {name}",
-        effect=["For a job that no process has any more: its counts, its last error and its pause are gone.",
+        effect=["For a job that no process has any more: its counts, its last error and its pause are deleted.",
                 "A process that still has the job inserts a new row within about a minute."],
         done="job {name} is removed",
     ),

@@ -1,4 +1,4 @@
-"""The questions and orders about jobs."""
+"""Queries and operations on jobs."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from outboxio.model.redaction import redacted_error
 from outboxio.operations.base import AdminBase
 from outboxio.operations.recorder import AdminShard
 from outboxio.storage.statement import Statement
-from outboxio.storage.tables.jobs import ORDER, PAUSE, REMOVE, UNPAUSE
+from outboxio.storage.tables.jobs import PAUSE, REMOVE, RUN_NOW, UNPAUSE
 from outboxio.support.text import briefly
 
 
-class JobOrders(AdminBase):
-    """The part of :class:`~outboxio.operations.admin.Admin` for jobs. The first shard keeps the jobs.
+class JobOperations(AdminBase):
+    """The part of :class:`~outboxio.operations.admin.Admin` for jobs, which are stored on the first shard.
 
-    Each order writes a row of ``operations``: ``actor`` and ``reason`` are for that row.
+    Each operation writes a row of ``operations``, which stores ``actor`` and ``reason``.
     """
 
     async def jobs(self) -> list[JobRow]:
-        """The jobs of the namespace, by name, each with its next moment and the end of its last run.
+        """Return the jobs of the namespace, by name, with their next scheduled time and the result of the last run.
 
         Example::
 
@@ -32,7 +32,7 @@ class JobOrders(AdminBase):
         return [redacted_error(job, self._redact) for job in jobs]
 
     async def job(self, name: str) -> JobRow:
-        """A job by its name. Raises :class:`ConfigurationError` for a name that no job has.
+        """Return the job with this name. Raises :class:`ConfigurationError` for an unknown name.
 
         Example::
 
@@ -45,62 +45,62 @@ class JobOrders(AdminBase):
         return jobs[name]
 
     async def pause_job(self, name: str, *, actor: str | None = None, reason: str | None = None) -> bool:
-        """Start no run of a job, in any process; a run under way goes on. False if the job was paused already.
+        """Pause a job in all processes: no new run starts; a running job finishes. False if it was already paused.
 
         Example::
 
             await outbox.admin.pause_job("close-day", reason="the ledger is locked")
         """
         await self.job(name)
-        return await self._order("pause_job", name, actor, reason, PAUSE)
+        return await self._record_operation("pause_job", name, actor, reason, PAUSE)
 
     async def unpause_job(self, name: str, *, actor: str | None = None, reason: str | None = None) -> bool:
-        """End the pause of a job, which waits for its next moment. False if the job was not paused.
+        """End the pause of a job, which waits for its next scheduled time. False if the job was not paused.
 
         Example::
 
             await outbox.admin.unpause_job("close-day")
         """
         await self.job(name)
-        return await self._order("unpause_job", name, actor, reason, UNPAUSE)
+        return await self._record_operation("unpause_job", name, actor, reason, UNPAUSE)
 
     async def run_job_now(self, name: str, *, actor: str | None = None, reason: str | None = None) -> None:
-        """Run a job within about 1 s, on the process that holds its lock, even if the job is paused.
+        """Run a job within about 1 s, in the process that holds its lock, even if the job is paused.
 
-        A run under way comes to its end first. The moments of the schedule stay.
+        If the job is running, that run finishes first. The schedule does not change.
 
         Example::
 
             await outbox.admin.run_job_now("close-day", reason="the mail server is back")
         """
         await self.job(name)
-        await self._order("run_job_now", name, actor, reason, ORDER)
+        await self._record_operation("run_job_now", name, actor, reason, RUN_NOW)
 
     async def remove_job(self, name: str, *, actor: str | None = None, reason: str | None = None) -> None:
-        """Remove the row of a job that no process has any more, with its counts and its pause.
+        """Remove the row of a job that no longer exists in any process, with its counts and its pause.
 
-        A process that has the job, and runs, inserts a new row within about a minute. Raises
-        :class:`ConfigurationError` while the job runs.
+        A running process that still has the job inserts a new row within about a minute. Raises
+        :class:`ConfigurationError` while the job is running.
 
         Example::
 
             await outbox.admin.remove_job("old-report")
         """
         job, (_, one) = await self.job(name), self._first_shard
-        refusal = ConfigurationError(f"job {name!r} runs now, and keeps its row: remove the job after the run")
+        refusal = ConfigurationError(f"job {name!r} is running and cannot be removed: remove it after the run")
         if job.state == "RUNNING" and job.due_date > await one.now():
             raise refusal
-        if not await self._order("remove_job", name, actor, reason, REMOVE):
-            raise refusal  # a run has begun meanwhile
+        if not await self._record_operation("remove_job", name, actor, reason, REMOVE):
+            raise refusal  # a run has started since the check
 
     @property
     def _first_shard(self) -> tuple[str, AdminShard]:
         return next(iter(self._setup.shards.items()))
 
-    async def _order(
+    async def _record_operation(
         self, kind: str, name: str, actor: str | None, reason: str | None, statement: Statement
     ) -> bool:  # fmt: skip
-        """Record the order, and run its statement; True if a row has changed."""
+        """Record the operation, and run its statement. Returns True if a row has changed."""
         changed = False
 
         async def change(one: AdminShard) -> int:
@@ -109,17 +109,17 @@ class JobOrders(AdminBase):
             changed = await one.database.jobs.write(statement, **values)
             return 0  # no notification has changed
 
-        order = self._recorder.order(kind, {"job": name}, actor, reason)
-        await self._recorder.carry_out(order, self._first_shard[0], change)
+        requested = self._recorder.request(kind, {"job": name}, actor, reason)
+        await self._recorder.carry_out(requested, self._first_shard[0], change)
         return changed
 
 
 def holders_of(
     jobs: Iterable[JobRow], locks: Iterable[LockStatus], instances: Iterable[InstanceStatus]
 ) -> dict[str, str]:
-    """The process that runs each job, by the name of the job; a job without such a process is left out.
+    """Return the process that runs each job, by the name of the job; jobs without a process are omitted.
 
-    A process that has just taken the lock has not reported its jobs yet: then the last run names the lock.
+    A process that has just acquired the lock has not reported its jobs yet; the lock named in the last run is used.
     """
     held = {lock.name: lock.owner for lock in locks if lock.role == "jobs" and lock.owner is not None}
     found = {job.name: held[job.lease] for job in jobs if job.lease in held}

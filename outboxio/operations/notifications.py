@@ -1,8 +1,7 @@
-"""Bulk orders: everything that matches a filter is retried or skipped, in pieces (decision 44).
+"""The operations ``retry``, ``skip`` and ``stop``. Everything that matches a filter changes in chunks (decision 44).
 
-Each piece is a transaction that changes up to 1,000 notifications and writes the place that was reached into
-``operations``. So a process that goes on after a crash begins right after the last piece, and no notification changes
-twice.
+Each chunk is a transaction that changes up to 1,000 notifications and writes the position into ``operations``. A
+process that resumes the operation after a crash starts right after the last chunk, and no notification changes twice.
 """
 
 from __future__ import annotations
@@ -21,21 +20,29 @@ from outboxio.model.notification import State
 from outboxio.model.operating.groups import Filter, Search
 from outboxio.model.operating.operation import Operation, OperationState
 from outboxio.model.redaction import Redact
-from outboxio.operations.arguments import given_id, given_ids
+from outboxio.operations.arguments import id_argument, ids_argument
 from outboxio.operations.base import AdminBase
-from outboxio.operations.queries.filters import TO_RETRY, TO_SKIP, as_request, frozen, given_filter, search_of
-from outboxio.operations.recorder import AdminShard, Numbers, Order, added_up, after_error, log_end, naming_rights
-from outboxio.storage.protocols import BulkOrder, Database, Taken
+from outboxio.operations.queries.filters import TO_RETRY, TO_SKIP, as_request, filter_argument, frozen, search_of
+from outboxio.operations.recorder import (
+    AdminShard,
+    ChangeCounts,
+    OperationRequest,
+    added_up,
+    after_error,
+    log_end,
+    naming_rights,
+)
+from outboxio.storage.protocols import BulkOperation, Database, Taken
 from outboxio.storage.tables.operations import NOBODY
-from outboxio.support.aio import to_the_end
+from outboxio.support.aio import run_to_completion
 from outboxio.support.duration import pause_after
 from outboxio.support.log import log_of
 
-PIECE = 1000  # notifications
+CHUNK = 1000  # notifications
 
 
 class BulkRun:
-    """A bulk order on a shard, carried out by this process.
+    """A bulk operation on a shard, carried out by this process.
 
     Example::
 
@@ -46,9 +53,9 @@ class BulkRun:
     def __init__(self, namespace: str, one: AdminShard, worker: str, taken: Taken, redact: Redact) -> None:
         """``worker``: the name under which this process has written or taken the operation."""
         self.operation = taken.operation
-        """The operation, with the numbers so far."""
+        """The operation, with the counts so far."""
         self.is_ours = True
-        """False if a second process has taken the operation: this process was silent for too long."""
+        """False if another process has taken over the operation, because this process was unresponsive for too long."""
         self._namespace = namespace
         self._one = one
         self._worker = worker
@@ -56,17 +63,17 @@ class BulkRun:
         self._redact = redact
         search = msgspec.convert(self.operation.request["search"], Search)
         kind: Literal["retry", "skip"] = "retry" if self.operation.kind == "retry" else "skip"
-        self._order = BulkOrder(kind, self.operation.id, worker, search)
+        self._bulk = BulkOperation(kind, self.operation.id, worker, search)
 
     @property
     def database(self) -> Database:
         return self._one.database
 
     async def step(self) -> None:
-        """Do a piece, and end the operation after the last piece.
+        """Process a chunk, and end the operation after the last chunk.
 
-        An error that may pass leaves the operation RUNNING: call the method again, or leave the rest to a different
-        process. Any other error ends the operation FAILED.
+        A transient error leaves the operation RUNNING: call the method again, or leave the rest to another process.
+        Any other error ends the operation as FAILED.
         """
         try:
             async with naming_rights(self.database, self.operation.kind):
@@ -78,34 +85,34 @@ class BulkRun:
             raise
 
     async def stop(self) -> None:
-        """End the operation STOPPED, unless the operation has ended or is a different process's."""
+        """End the operation as STOPPED, unless it has ended or belongs to another process."""
         if self.is_ours and not self.operation.has_ended:
             await self._end(replace(self.operation, state=OperationState.STOPPED))
 
     async def look(self) -> None:
-        """Read the operation that a different process carries out."""
+        """Read the operation that another process carries out."""
         self.operation = await self.database.operations.get(self._namespace, self.operation.id) or self.operation
 
     async def _step(self) -> None:
         now = self._one.clock()
-        piece = await self.database.search.change_piece(self._namespace, self._order, self._reached, PIECE, now)
-        if not piece.is_ours:
+        chunk = await self.database.search.change_chunk(self._namespace, self._bulk, self._reached, CHUNK, now)
+        if not chunk.is_ours:
             await self._lose()
             return
         so_far = self.operation
         self.operation = replace(
-            so_far, matched=so_far.matched + piece.matched, done=so_far.done + piece.done,
-            refused=so_far.refused + piece.refused, updated_date=now,
+            so_far, matched=so_far.matched + chunk.matched, done=so_far.done + chunk.done,
+            refused=so_far.refused + chunk.refused, updated_date=now,
         )  # fmt: skip
-        self._reached = piece.next
-        if piece.done:
+        self._reached = chunk.next
+        if chunk.done:
             self._one.wake()
-        if piece.next is None:
+        if chunk.next is None:
             await self._end(replace(self.operation, state=OperationState.DONE))
 
     async def _lose(self) -> None:
-        """The operation was stopped, or is a different process's now."""
-        if await self.database.operations.is_to_stop(self._namespace, self.operation.id):
+        """Handle an operation that was stopped or taken over by another process."""
+        if await self.database.operations.stop_requested(self._namespace, self.operation.id):
             await self.stop()
         else:
             self.is_ours = False
@@ -122,22 +129,20 @@ class BulkRun:
             await self.look()
 
 
-# --- the orders of an operator about notifications ------------------------------------------------
-#
-# The orders of an operator about notifications: single notifications, and everything that matches a filter.
+# --- the operations -------------------------------------------------------------------------------
 
 
 logger = log_of(__name__)
 
 Progress = Callable[[Operation], object]
-"""Hears of a bulk order after each piece."""
+"""Called with a bulk operation after each chunk."""
 
 COUNTED_IN_DRY_RUN = 100_000
-_FOLLOW_DELAY = 0.5  # seconds between two looks at an operation that a different process carries out
-_MOST_TRIES = 10  # of a piece that fails with an error that may pass
-_RECORDED_IDS = 100  # ids of an order that its record has; the rest is a number
+_FOLLOW_DELAY = 0.5  # seconds between two reads of an operation that another process carries out
+_MAX_TRIES = 10  # of a chunk that fails with a transient error
+_RECORDED_IDS = 100  # ids in the record of an operation; of further ids only the count is recorded
 
-#: The states that an order cannot change.
+#: The states that an operation cannot change.
 _REFUSED: dict[str, Collection[State]] = {"retry": (), "skip": (State.SUCCEEDED, State.SKIPPED)}
 
 Kind = Literal["retry", "skip"]
@@ -148,14 +153,14 @@ class _Call(Struct, frozen=True):
 
     kind: Kind
     states: tuple[State, ...]
-    """The states of a filter without states."""
+    """The states used if the filter has none."""
     dry_run: bool
     background: bool
     progress: Progress | None
     shard: str | None
 
 
-class NotificationOrders(AdminBase):
+class NotificationOperations(AdminBase):
     """A part of ``Admin``: ``retry`` and ``skip``. Each call writes a row of ``operations``."""
 
     async def retry(
@@ -169,20 +174,21 @@ class NotificationOrders(AdminBase):
         reason: str | None = None,
         shard: str | None = None,
     ) -> Operation:
-        """Make notifications due now, with attempts and retention from the start. Returns the recorded operation.
+        """Make notifications due now, with attempts and retention reset. Returns the recorded operation.
 
-        ``ids``: the ids of notifications, or a :class:`Filter`. A filter without states means DEAD, EXPIRED and FAILED
-        notifications. A notification that parks an ordering key runs again, and the key goes on after a success.
+        ``ids``: the ids of notifications, or a :class:`Filter`. A filter without states selects DEAD, EXPIRED and
+        FAILED notifications. A notification that parks an ordering key runs again, and the key resumes if it succeeds.
 
-        Everything that matches a filter changes in pieces of 1,000. Notifications that change after the call do not
-        match. ``progress`` is called with the operation after each piece. If the process dies, a process in
-        ``running()`` goes on within a minute. A call that is cancelled stops the operation. ``background=True`` returns
-        at once: a process in ``running()`` does the work, and :meth:`operation` shows how far the work is.
+        Everything that matches a filter changes in chunks of 1,000. Notifications that change after the call do not
+        match. ``progress`` is called with the operation after each chunk. If the process dies, a process in
+        ``running()`` resumes the operation within a minute. Cancelling the call stops the operation. With
+        ``background=True`` the call returns immediately: a process in ``running()`` does the work, and
+        :meth:`operation` shows its progress.
 
-        ``dry_run=True`` changes and records nothing: ``matched`` says how many notifications the order would reach,
+        ``dry_run=True`` changes and records nothing: ``matched`` is the number of notifications that would change,
         counted up to 100,000.
 
-        Raises :class:`WaitsForItself` for the notification of the transactional handler that makes the call.
+        Raises :class:`SelfDeadlock` for the notification of the transactional handler that makes the call.
 
         Example::
 
@@ -207,12 +213,12 @@ class NotificationOrders(AdminBase):
         reason: str | None = None,
         shard: str | None = None,
     ) -> Operation:
-        """End notifications as SKIPPED, except notifications that succeeded. Returns the recorded operation.
+        """End notifications as SKIPPED, except those that succeeded. Returns the recorded operation.
 
-        Behind a notification that parks an ordering key, the key goes on. The arguments are those of :meth:`retry`. A
-        filter without states means everything but SUCCEEDED and SKIPPED notifications.
+        Skipping a notification that parks an ordering key resumes the key. The arguments are those of :meth:`retry`. A
+        filter without states selects all notifications that are not SUCCEEDED or SKIPPED.
 
-        Raises :class:`WaitsForItself` for the notification of the transactional handler that makes the call.
+        Raises :class:`SelfDeadlock` for the notification of the transactional handler that makes the call.
         """
         call = _Call("skip", TO_SKIP, dry_run, background, progress, shard)
         return await self._change(call, ids, actor, reason)
@@ -220,7 +226,7 @@ class NotificationOrders(AdminBase):
     async def stop(
         self, id: UUID | str, *, actor: str | None = None, reason: str | None = None, shard: str | None = None
     ) -> bool:
-        """Stop an operation under way after the piece that is being done. True if the operation was under way.
+        """Stop a running operation after its current chunk. Returns True if the operation was running.
 
         Changed notifications stay changed.
 
@@ -230,17 +236,17 @@ class NotificationOrders(AdminBase):
                 if not operation.has_ended:
                     await outbox.admin.stop(operation.id)
         """
-        wanted, stopped = given_id(id), False
-        order = self._recorder.order("stop", {"operation": str(wanted)}, actor, reason)
+        target, stopped = id_argument(id), False
+        requested = self._recorder.request("stop", {"operation": str(target)}, actor, reason)
 
         async def change(one: AdminShard) -> int:
             nonlocal stopped
-            if await one.database.operations.order_stop(self._namespace, wanted):
+            if await one.database.operations.request_stop(self._namespace, target):
                 stopped = True
-                one.operation_ordered(wanted)  # an operation without a process is ended by the next that fans out
+                one.operation_requested(target)  # if its process is gone, the next process that fans out ends it
             return 0
 
-        await self._recorder.carry_out(order, shard, change)
+        await self._recorder.carry_out(requested, shard, change)
         return stopped
 
     # --- inside ----------------------------------------------------------------------------------
@@ -249,60 +255,60 @@ class NotificationOrders(AdminBase):
         self, call: _Call, ids: Iterable[UUID] | Filter, actor: str | None, reason: str | None
     ) -> Operation:
         if isinstance(ids, Filter):
-            filter = given_filter(ids, states=call.states)
-            order = self._recorder.order(call.kind, {"filter": as_request(filter)}, actor, reason)
+            filter = filter_argument(ids, states=call.states)
+            requested = self._recorder.request(call.kind, {"filter": as_request(filter)}, actor, reason)
             await self._refuse_unknown(filter, call.shard)
             if call.dry_run:
-                return await self._count(order, filter, call.shard)
-            return await self._change_all(order, filter, call)
-        chosen = given_ids(ids, call.kind)
+                return await self._count(requested, filter, call.shard)
+            return await self._change_all(requested, filter, call)
+        chosen = ids_argument(ids, call.kind)
         request = {"ids": [str(id) for id in chosen[:_RECORDED_IDS]], "number": len(chosen)}
-        order = self._recorder.order(call.kind, request, actor, reason)
+        requested = self._recorder.request(call.kind, request, actor, reason)
         if call.dry_run:
-            found = [await self._numbers(one, call.kind, chosen) for one in self._shards.chosen(call.shard)]
-            return self._dry(order, sum(one.matched for one in found), sum(one.done for one in found), call.shard)
-        return await self._change_some(order, chosen, call.shard)
+            found = [await self._counts(one, call.kind, chosen) for one in self._shards.chosen(call.shard)]
+            return self._dry(requested, sum(one.matched for one in found), sum(one.done for one in found), call.shard)
+        return await self._change_some(requested, chosen, call.shard)
 
-    async def _change_some(self, order: Order, ids: Sequence[UUID], shard: str | None) -> Operation:
-        """Change single notifications, at once."""
-        refuse_claimed(order.call, ids)
+    async def _change_some(self, requested: OperationRequest, ids: Sequence[UUID], shard: str | None) -> Operation:
+        """Change single notifications."""
+        refuse_claimed(requested.call, ids)
 
-        async def change(one: AdminShard) -> Numbers:
-            now, matched = await one.now(), (await self._numbers(one, order.kind, ids)).matched
+        async def change(one: AdminShard) -> ChangeCounts:
+            now, matched = await one.now(), (await self._counts(one, requested.kind, ids)).matched
             notifications = one.database.stored_notifications
-            change = notifications.retry if order.kind == "retry" else notifications.skip
+            change = notifications.retry if requested.kind == "retry" else notifications.skip
             done = await change(self._namespace, ids, now)
-            return Numbers(max(matched, done), done)
+            return ChangeCounts(max(matched, done), done)
 
-        return added_up(await self._recorder.carry_out(order, shard, change))
+        return added_up(await self._recorder.carry_out(requested, shard, change))
 
-    async def _change_all(self, order: Order, filter: Filter, call: _Call) -> Operation:
-        """Change everything that matches, in pieces."""
-        chosen = self._shards.to_write(order.call, call.shard)
+    async def _change_all(self, requested: OperationRequest, filter: Filter, call: _Call) -> Operation:
+        """Change everything that matches, in chunks."""
+        chosen = self._shards.to_write(requested.call, call.shard)
         if not call.background:
-            refuse_in_claiming_transaction(order.call)
-        worker = NOBODY if call.background else f"{self._recorder.worker}:{order.id.hex[-8:]}"
-        runs = [await self._begin(order, filter, one, worker) for one in chosen]
+            refuse_in_claiming_transaction(requested.call)
+        worker = NOBODY if call.background else f"{self._recorder.worker}:{requested.id.hex[-8:]}"
+        runs = [await self._begin(requested, filter, one, worker) for one in chosen]
         if call.background:
             for one in chosen:
-                one.operation_ordered(order.id)
+                one.operation_requested(requested.id)
         else:
             try:
-                await _to_their_end(runs, call.progress)
+                await _run_all(runs, call.progress)
             except BaseException:
-                await to_the_end(_stop(runs))
+                await run_to_completion(_stop(runs))
                 raise
         return added_up([run.operation for run in runs])
 
-    async def _begin(self, order: Order, filter: Filter, one: AdminShard, worker: str) -> BulkRun:
-        end = self._setup.ends.next(one.database.name, await one.now())
+    async def _begin(self, requested: OperationRequest, filter: Filter, one: AdminShard, worker: str) -> BulkRun:
+        end = self._setup.cutoffs.next(one.database.name, await one.now())
         search = await search_of(frozen(filter, end), one.database, self._known, self._types)
         stored: object = msgspec.json.decode(msgspec.json.encode(search))
-        order = replace(order, request={**order.request, "search": stored})
-        operation = await self._recorder.begin(order, one, worker)
+        requested = replace(requested, request={**requested.request, "search": stored})
+        operation = await self._recorder.begin(requested, one, worker)
         return BulkRun(self._namespace, one, worker, Taken(operation, None), self._redact)
 
-    async def _count(self, order: Order, filter: Filter, shard: str | None) -> Operation:
+    async def _count(self, requested: OperationRequest, filter: Filter, shard: str | None) -> Operation:
         matched, is_complete = 0, True
         for one in self._shards.chosen(shard):
             search = await search_of(filter, one.database, self._known, self._types)
@@ -311,18 +317,18 @@ class NotificationOrders(AdminBase):
             )
             matched += counted.number
             is_complete &= counted.is_complete
-        return replace(self._dry(order, matched, matched, shard), is_complete=is_complete)
+        return replace(self._dry(requested, matched, matched, shard), is_complete=is_complete)
 
-    async def _numbers(self, one: AdminShard, kind: str, ids: Sequence[UUID]) -> Numbers:
-        """How many of the ids exist on a shard, and how many of these an order can change."""
+    async def _counts(self, one: AdminShard, kind: str, ids: Sequence[UUID]) -> ChangeCounts:
+        """Count the ids that exist on a shard, and those that the operation can change."""
         states = await one.database.operations.states(self._namespace, ids)
-        return Numbers(len(states), sum(state not in _REFUSED[kind] for state in states.values()))
+        return ChangeCounts(len(states), sum(state not in _REFUSED[kind] for state in states.values()))
 
-    def _dry(self, order: Order, matched: int, possible: int, shard: str | None) -> Operation:
-        """The answer to a dry run. ``possible``: the notifications that the order can change."""
+    def _dry(self, requested: OperationRequest, matched: int, possible: int, shard: str | None) -> Operation:
+        """Return the result of a dry run. ``possible``: the number of notifications that can be changed."""
         chosen = self._shards.chosen(shard)
         now = chosen[0].clock()
-        operation = order.operation(now, ", ".join(one.database.name for one in chosen))
+        operation = requested.operation(now, ", ".join(one.database.name for one in chosen))
         return replace(
             operation, state=OperationState.DONE, matched=matched, refused=matched - possible, finished_date=now,
             is_dry_run=True,
@@ -337,7 +343,7 @@ class NotificationOrders(AdminBase):
             await self._known.refuse_unknown_type(filter.event_type, databases)
 
 
-async def _to_their_end(runs: Sequence[BulkRun], progress: Progress | None) -> None:
+async def _run_all(runs: Sequence[BulkRun], progress: Progress | None) -> None:
     for run in runs:
         while not run.operation.has_ended:
             if run.is_ours:
@@ -350,22 +356,22 @@ async def _to_their_end(runs: Sequence[BulkRun], progress: Progress | None) -> N
 
 
 async def _step(run: BulkRun) -> None:
-    """Do a piece, and try again after an error that may pass."""
-    for tries in range(1, _MOST_TRIES + 1):
+    """Process a chunk, and retry after transient errors."""
+    for tries in range(1, _MAX_TRIES + 1):
         try:
             await run.step()
             return
         except Exception as error:
-            if tries == _MOST_TRIES or not run.database.is_transient(error):
+            if tries == _MAX_TRIES or not run.database.is_transient(error):
                 raise
             await asyncio.sleep(pause_after(tries))
 
 
 async def _stop(runs: Sequence[BulkRun]) -> None:
-    """Stop a bulk order whose call was cancelled, or has failed. If the database is gone, a second process goes on."""
+    """Stop the runs of a call that was cancelled or failed. If the database is down, another process resumes them."""
     for run in runs:
         try:
             await run.stop()
         except Exception as error:  # the error or the cancellation that ended the call matters
             id = run.operation.id
-            logger.warning("operation %s could not be stopped: %s", id, error, operation=str(id))
+            logger.warning("cannot stop operation %s: %s", id, error, operation=str(id))

@@ -1,4 +1,9 @@
-"""The shards that an operator's order reaches."""
+"""The shards of an operation, and the recording of operations.
+
+Each operation is a row of ``operations`` on each shard that it changes. The row is written before the change, and
+updated with the result. An operation whose process dies therefore leaves a trace: the process that fans out ends such a
+row as FAILED (``takeover.py``).
+"""
 
 from __future__ import annotations
 
@@ -14,7 +19,7 @@ from outboxio.actions.executor import refuse_in_transaction
 from outboxio.errors import ConfigurationError, RightsMissing
 from outboxio.model.operating.operation import Operation, OperationState
 from outboxio.model.redaction import Redact, storable
-from outboxio.operations.arguments import given_stored
+from outboxio.operations.arguments import text_argument
 from outboxio.storage.protocols import Database
 from outboxio.support.clock import ShardClock
 from outboxio.support.ids import ProcessName, uuid7
@@ -25,38 +30,38 @@ _TICK = timedelta(microseconds=1)
 
 
 class AdminShard(Struct, frozen=True):
-    """A shard, as an operator sees the shard."""
+    """A shard, as operations see it."""
 
     database: Database
     clock: ShardClock
     wake: Callable[[], None]
-    """Tell the loops, here and in other processes, that notifications became due, or ended."""
+    """Wakes the loops, here and in other processes, after notifications became due or ended."""
     decisions_changed: Callable[[], None]
-    """Tell the loops, here and in other processes, that a number of partitions has changed, or a run is cancelled."""
-    operation_ordered: Callable[[UUID], None]
-    """Have this process carry an operation out in the background, if this process is in ``running()``."""
+    """Wakes the loops, here and in other processes, after a partition count changed or a run was cancelled."""
+    operation_requested: Callable[[UUID], None]
+    """Schedules an operation to run in the background, if this process is in ``running()``."""
 
     async def measure(self) -> None:
-        """Ask the database for the time, because the clock of an operator's machine may be wrong."""
+        """Read the time from the database, because the clock of an operator's machine may be wrong."""
         await self.clock.measure(self.database.now)
 
     async def now(self) -> datetime:
-        """The present moment by the database's clock."""
+        """Return the current time by the database's clock."""
         await self.measure()
         return self.clock()
 
 
-class Ends:
-    """The moments before which notifications match a bulk order: each later than all before, on each shard.
+class BulkCutoffs:
+    """The upper bounds of bulk operations, which match notifications that changed before them; increasing per shard.
 
-    A clock of a test may stand still. Then the notifications of one order still match the next order.
+    They increase even if the clock of a test does not, so that rows changed by one operation match the next one.
     """
 
     def __init__(self) -> None:
         self._latest: dict[str, datetime] = {}
 
     def next(self, shard: str, now: datetime) -> datetime:
-        """A moment after ``now``: notifications that have changed at this very moment match."""
+        """Return a time after ``now``, so that notifications that changed exactly at ``now`` match."""
         latest = max(now, self._latest.get(shard, now)) + _TICK
         self._latest[shard] = latest
         return latest
@@ -66,12 +71,12 @@ class AdminShards:
     """All shards of an outbox."""
 
     def __init__(self, shards: Mapping[str, AdminShard], owner: object) -> None:
-        """``owner``: the outbox, whose transactions would block an order on a database with a single writer."""
+        """``owner``: the outbox, whose transactions would block an operation on a database with a single writer."""
         self._shards = shards
         self._owner = owner
 
     def chosen(self, shard: str | None) -> Sequence[AdminShard]:
-        """The shard of this name, or all shards. Raises :class:`ConfigurationError` for an unknown name."""
+        """Return the shard with this name, or all shards. Raises :class:`ConfigurationError` for an unknown name."""
         if shard is None:
             return tuple(self._shards.values())
         found = self._shards.get(shard) if isinstance(shard, str) else None  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not be typed
@@ -84,39 +89,33 @@ class AdminShards:
         return [reached.database for reached in self.chosen(shard)]
 
     def to_write(self, call: str, shard: str | None) -> Sequence[AdminShard]:
-        """The chosen shards. Raises :class:`WaitsForItself` inside a transaction on a database with a single writer."""
+        """Like :meth:`chosen`. Raises :class:`SelfDeadlock` in a transaction on a database with a single writer."""
         chosen = self.chosen(shard)
-        remedy = "this database has one writer; call it when the transaction has ended"
+        fix = "this database has a single writer; call it after the transaction has ended"
         names = [reached.database.name for reached in chosen if reached.database.has_one_writer]
-        refuse_in_transaction(self._owner, call, remedy, names)
+        refuse_in_transaction(self._owner, call, fix, names)
         return chosen
 
 
-# --- the error for an operation for which the user of the database lacks a right ------------------
+# --- errors about missing privileges --------------------------------------------------------------
 
 
 @asynccontextmanager
 async def naming_rights(database: Database, kind: str) -> AsyncGenerator[None]:
-    """Raise :class:`RightsMissing` where the body fails because the user may not carry out an operation.
+    """Raise :class:`RightsMissing` if the body fails because the database user lacks a privilege.
 
-    ``kind``: of the operation. An operation is not checked beforehand, because the check takes further queries.
+    ``kind``: the kind of the operation. Privileges are not checked in advance, because that takes further queries.
     """
     try:
         yield
     except Exception as error:
         if not database.lacks_rights(error):
             raise
-        lacking = await database.schema.rights_lacking()
-        raise lacking.get(kind) or RightsMissing.told_by(database.name, error) from error
+        lacking = await database.schema.missing_rights()
+        raise lacking.get(kind) or RightsMissing.from_error(database.name, error) from error
 
 
-# --- the record of orders -------------------------------------------------------------------------
-#
-# The record of orders: each order of an operator is a row of ``operations``, on each shard that the order reaches.
-#
-# The row is written before the order, and gets the end of the order afterwards. So an order that dies with its process
-# leaves a trace: the process that fans out ends such a row as FAILED (``takeover.py``).
-
+# --- recording ------------------------------------------------------------------------------------
 
 logger = log_of(__name__)
 
@@ -127,14 +126,14 @@ _WORST_FIRST = (OperationState.FAILED, OperationState.RUNNING, OperationState.ST
 
 
 class By(Struct, frozen=True):
-    """Who gives orders, and where, unless an order says otherwise."""
+    """The default actor and origin of operations."""
 
     actor: str = "code"
     origin: str = "code"
 
 
-class Order(Struct, frozen=True, kw_only=True):
-    """An order before any shard is reached."""
+class OperationRequest(Struct, frozen=True, kw_only=True):
+    """The validated request for an operation, before it is recorded on a shard."""
 
     id: UUID
     kind: str
@@ -145,26 +144,26 @@ class Order(Struct, frozen=True, kw_only=True):
 
     @property
     def call(self) -> str:
-        """The call in the words of an error."""
+        """The method call, for error messages."""
         return f"admin.{self.kind}()"
 
     def operation(self, now: datetime, shard: str) -> Operation:
-        """The operation of this order on a shard, at the beginning."""
+        """Return the new operation on a shard."""
         return Operation(**asdict(self), created_date=now, updated_date=now, shard=shard)
 
 
-class Numbers(Struct, frozen=True):
-    """How many notifications an order has matched and changed."""
+class ChangeCounts(Struct, frozen=True):
+    """The numbers of notifications that an operation matched and changed."""
 
     matched: int
     done: int
 
 
-Change = Callable[[AdminShard], Awaitable[int | Numbers]]
+Change = Callable[[AdminShard], Awaitable[int | ChangeCounts]]
 
 
 class Recorder:
-    """Carries orders out and records them."""
+    """Runs operations and records them."""
 
     def __init__(
         self,
@@ -173,10 +172,10 @@ class Recorder:
         process: ProcessName,
         by: By,
         redact: Redact,
-        order_ended: Callable[[], None],
+        operation_ended: Callable[[], None],
     ) -> None:
-        """``process``: the name of this process in ``operations``. ``order_ended`` is called after each order."""
-        self._order_ended = order_ended
+        """``process``: the name of this process in ``operations``. ``operation_ended`` is called after each one."""
+        self._order_ended = operation_ended
         self._process = process
         self.by = by
         self._namespace = namespace
@@ -188,38 +187,38 @@ class Recorder:
         """The name of this process in ``operations``."""
         return self._process.text
 
-    def order(self, kind: str, request: Mapping[str, object], actor: object, reason: object) -> Order:
-        """An order with checked texts. Raises :class:`ConfigurationError` for a text that cannot be stored."""
-        return Order(
+    def request(self, kind: str, request: Mapping[str, object], actor: object, reason: object) -> OperationRequest:
+        """Return a validated request. Raises :class:`ConfigurationError` for a text that cannot be stored."""
+        return OperationRequest(
             id=uuid7(),
             kind=kind,
             request={name: value for name, value in request.items() if value is not None},
-            actor=self.by.actor if actor is None else given_stored(actor, "actor"),
+            actor=self.by.actor if actor is None else text_argument(actor, "actor"),
             origin=self.by.origin,
-            reason=None if reason is None else _given_reason(reason),
+            reason=None if reason is None else _reason_argument(reason),
         )
 
-    async def carry_out(self, order: Order, shard: str | None, change: Change) -> list[Operation]:
-        """Make a change on each chosen shard, record the change, and wake the loops of a shard with changed rows."""
-        return [await self._on(order, one, change) for one in self._shards.to_write(order.call, shard)]
+    async def carry_out(self, requested: OperationRequest, shard: str | None, change: Change) -> list[Operation]:
+        """Make a change on each chosen shard, record it, and wake the loops of shards with changed rows."""
+        return [await self._on(requested, one, change) for one in self._shards.to_write(requested.call, shard)]
 
-    async def done(self, order: Order, shard: str | None, change: Change) -> int:
-        """The same; the number of changed rows on all shards."""
-        return sum(operation.done for operation in await self.carry_out(order, shard, change))
+    async def done(self, requested: OperationRequest, shard: str | None, change: Change) -> int:
+        """Like :meth:`carry_out`, but return the number of changed rows on all shards."""
+        return sum(operation.done for operation in await self.carry_out(requested, shard, change))
 
-    async def begin(self, order: Order, one: AdminShard, worker: str) -> Operation:
-        """Record the beginning of an order on a shard."""
+    async def begin(self, requested: OperationRequest, one: AdminShard, worker: str) -> Operation:
+        """Record the start of an operation on a shard."""
         now = await one.now()
-        for name, text in {"actor": order.actor, "reason": order.reason or ""}.items():
+        for name, text in {"actor": requested.actor, "reason": requested.reason or ""}.items():
             if (refused := one.database.encoding.why_refused(text)) is not None:
                 raise ConfigurationError(f"{name} {refused}: {briefly(text)}")
-        operation = order.operation(now, one.database.name)
-        async with naming_rights(one.database, order.kind):
+        operation = requested.operation(now, one.database.name)
+        async with naming_rights(one.database, requested.kind):
             await one.database.operations.insert(self._namespace, operation, worker)
         return operation
 
     async def end(self, one: AdminShard, operation: Operation, worker: str) -> Operation:
-        """Record an end, and log the end. Returns the operation with the date of the end."""
+        """Record and log the result of an operation. Returns the finished operation."""
         now = one.clock()
         error = operation.error and one.database.encoding.escaped(operation.error)
         ended = replace(operation, error=error, updated_date=now, finished_date=now)
@@ -228,40 +227,38 @@ class Recorder:
             log_end(ended)
         return ended
 
-    async def _on(self, order: Order, one: AdminShard, change: Change) -> Operation:
-        operation = await self.begin(order, one, self.worker)
+    async def _on(self, requested: OperationRequest, one: AdminShard, change: Change) -> Operation:
+        operation = await self.begin(requested, one, self.worker)
         try:
-            async with naming_rights(one.database, order.kind):
+            async with naming_rights(one.database, requested.kind):
                 found = await change(one)
         except Exception as error:
             try:
                 await self.end(one, after_error(operation, error, self._redact), self.worker)
             except Exception as lost:  # the first error matters
                 logger.warning(
-                    "the end of operation %s could not be recorded: %s",
+                    "cannot record the result of operation %s: %s",
                     operation.id,
                     lost,
                     operation=str(operation.id),
                 )
             raise
-        numbers = found if isinstance(found, Numbers) else Numbers(found, found)
-        if numbers.done:
+        counts = found if isinstance(found, ChangeCounts) else ChangeCounts(found, found)
+        if counts.done:
             one.wake()
-        refused = numbers.matched - numbers.done
-        ended = replace(
-            operation, state=OperationState.DONE, matched=numbers.matched, done=numbers.done, refused=refused
-        )
+        refused = counts.matched - counts.done
+        ended = replace(operation, state=OperationState.DONE, matched=counts.matched, done=counts.done, refused=refused)
         return await self.end(one, ended, self.worker)
 
 
 def after_error(operation: Operation, error: Exception, redact: Redact) -> Operation:
-    """The operation after an error."""
-    told = storable(redact(f"{type_name(error)}: {error}"), LONGEST_TEXT)
-    return replace(operation, state=OperationState.FAILED, error=told)
+    """Return the operation as FAILED with a description of the error."""
+    description = storable(redact(f"{type_name(error)}: {error}"), LONGEST_TEXT)
+    return replace(operation, state=OperationState.FAILED, error=description)
 
 
 def log_end(operation: Operation) -> None:
-    """Log the end of an operation."""
+    """Log the result of an operation."""
     logger.info(
         "%s by %s is %s: %d of %d notifications changed", operation.kind, operation.actor, operation.state,
         operation.done, operation.matched, operation=str(operation.id), actor=operation.actor, origin=operation.origin,
@@ -270,7 +267,7 @@ def log_end(operation: Operation) -> None:
 
 
 def added_up(operations: Sequence[Operation]) -> Operation:
-    """The operation of all shards: the numbers added up, the worst state, the first error."""
+    """Combine the operations of several shards: the sums of the counts, the worst state, the first error."""
     first, *others = operations
     if not others:
         return first
@@ -290,9 +287,9 @@ def added_up(operations: Sequence[Operation]) -> Operation:
     )
 
 
-def _given_reason(reason: object) -> str:
+def _reason_argument(reason: object) -> str:
     if not isinstance(reason, str) or len(reason) > LONGEST_TEXT:
         raise ConfigurationError(f"reason is {briefly(reason)}; expected a text of at most {LONGEST_TEXT} characters")
     for start in range(0, len(reason), 255):
-        given_stored(reason[start : start + 255], "reason")
+        text_argument(reason[start : start + 255], "reason")
     return reason

@@ -1,7 +1,7 @@
-"""Retention: finished rows are kept for a while, and then removed in small pieces.
+"""Retention: finished rows are kept for a while, and then removed in small chunks.
 
 Only terminal notifications are removed, and events without unfinished notifications. A row that parks its ordering key
-is never removed. The inbox keeps the id of an inbox message longer than the event itself.
+is never removed. The inbox keeps the ids of messages longer than their events.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from outboxio.settings import Settings
 from outboxio.storage.protocols import Database, PartitionCount, PurgeResult
 from outboxio.support.clock import ShardClock
 
-PIECE = 1000  # rows that a statement reads
-BETWEEN_PIECES, BETWEEN_PASSES = 0.1, 60.0  # seconds
-_BEGINNING = UUID(int=0)
+CHUNK = 1000  # rows that a statement reads
+BETWEEN_CHUNKS, BETWEEN_PASSES = 0.1, 60.0  # seconds
+_FIRST = UUID(int=0)
 
 
 def nowhere(table: str, rows: int) -> None:
-    """Forget the number of removed rows."""
+    """Ignore the number of removed rows."""
 
 
 class Removed(Struct, frozen=True):
-    """How many rows a purge removed."""
+    """The numbers of rows that a purge removed."""
 
     notifications: int = 0
     events: int = 0
@@ -37,7 +37,7 @@ class Removed(Struct, frozen=True):
 
 
 class Retention:
-    """Removes the rows of a database that were kept long enough."""
+    """Removes the rows of a database that are past their retention."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Retention:
         settings: Settings,
         purged: Callable[[str, int], None] = nowhere,
     ) -> None:
-        """``purged``: called with a table and the number of rows that were removed, if any."""
+        """``purged``: called with a table and the number of removed rows, if any."""
         self._namespace = namespace
         self._database = database
         self._clock = clock
@@ -56,16 +56,16 @@ class Retention:
         self._steps = (self._purge_notifications, self._purge_events, self._purge_consumed)
         self._tables = tuple(Removed.__struct_fields__)
         self._step = 0
-        self._position = _BEGINNING
-        self.pause = BETWEEN_PIECES
+        self._position = _FIRST
+        self.pause = BETWEEN_CHUNKS
 
     async def run_once(self) -> RoundResult:
-        """Remove a piece of a table. A pass has as many pieces as all tables need."""
+        """Remove a chunk of a table. A pass has as many chunks as all tables need."""
         done = await self._steps[self._step](self._position)
         if done.removed:
             self._purged(self._tables[self._step], done.removed)
-        self._position = done.position or _BEGINNING
-        self.pause = BETWEEN_PIECES
+        self._position = done.position or _FIRST
+        self.pause = BETWEEN_CHUNKS
         if done.position is None:
             self._step = (self._step + 1) % len(self._steps)
             if self._step == 0:
@@ -73,10 +73,10 @@ class Retention:
         return RoundResult(done.removed) if done.removed else NOTHING
 
     async def purge(self) -> Removed:
-        """Remove all pieces of a pass."""
+        """Remove all chunks of a pass."""
         totals: list[int] = []
         for step in self._steps:
-            removed, position = 0, _BEGINNING
+            removed, position = 0, _FIRST
             while True:
                 done = await step(position)
                 removed += done.removed
@@ -89,32 +89,33 @@ class Retention:
     async def _purge_notifications(self, position: UUID) -> PurgeResult:
         now, keep = self._clock.settled(), self._settings
         done = await self._database.retention.purge_notifications(
-            self._namespace, position, now - keep.keep_finished, now - keep.keep_dead, PIECE
+            self._namespace, position, now - keep.keep_finished, now - keep.keep_dead, CHUNK
         )
         if done.position is None:
-            await self._database.starts.remove_ended(self._namespace)  # the records of starts that a crash has left
+            await self._database.starts.remove_ended(self._namespace)  # records of starts left by crashes
         return done
 
     async def _purge_events(self, position: UUID) -> PurgeResult:
         before = self._clock.settled() - self._settings.keep_finished
-        return await self._database.retention.purge_events(self._namespace, position, before, PIECE)
+        return await self._database.retention.purge_events(self._namespace, position, before, CHUNK)
 
     async def _purge_consumed(self, position: UUID) -> PurgeResult:
         before = self._clock.settled() - self._settings.dedup_retention
-        removed = await self._database.retention.purge_consumed(before, PIECE)
-        return PurgeResult(removed, position if removed >= PIECE else None)
+        removed = await self._database.retention.purge_consumed(before, CHUNK)
+        return PurgeResult(removed, position if removed >= CHUNK else None)
 
 
 # --- housekeeping of a shard ----------------------------------------------------------------------
-#
-# Housekeeping of a shard: reports rows without a handler, and removes old rows and partitions that are not needed.
 
 
-_STANDBY_DELAY = 1.0  # seconds between two questions if this process fans out now
+_STANDBY_DELAY = 1.0  # seconds between two checks whether this process fans out
 
 
 class Housekeeping:
-    """The work is done only while this process fans out, except the alarm of partitions without an owner."""
+    """Reports rows without a handler, and removes old rows and obsolete partitions.
+
+    It works only while this process fans out, except for the alarm about partitions without an owner.
+    """
 
     def __init__(
         self,
@@ -126,43 +127,42 @@ class Housekeeping:
         fans_out: Callable[[], bool],
         seen_since: Callable[[], datetime],
         expired: Callable[[int], None],
-        hears_of_partitions: bool,
+        receives_partition_counts: bool,
         purged: Callable[[str, int], None] = nowhere,
     ) -> None:
-        """``seen_since``: see ``Announcer``. ``expired``: called with the number of rows that were ended, if any.
+        """``seen_since``: see ``Announcer``. ``expired``: called with the number of expired rows, if any.
 
-        ``purged``: called with a table and the number of rows that retention has removed.
-
-        ``hears_of_partitions``: True if :meth:`heed_partitions` is called. Otherwise the database is asked each time.
+        ``purged``: called with a table and the number of removed rows. ``receives_partition_counts``: True if
+        :meth:`apply_partition_counts` is called; otherwise the database is queried each time.
         """
         self.stranded = StrandedWatch(namespace, database, clock, settings.subscription_ttl)
         self.unowned = UnownedWatch(namespace, database, clock)
         self._unroutable = UnroutableWatch(namespace, database, clock, settings)
         self._retention = Retention(namespace, database, clock, settings, purged)
-        self._upkeep = PartitionUpkeep(namespace, database, clock, settings, hears_of_partitions=hears_of_partitions)
+        self._upkeep = PartitionUpkeep(namespace, database, clock, settings, receives_counts=receives_partition_counts)
         self._fans_out = fans_out
         self._seen_since = seen_since
         self._expired = expired
 
     async def run_once(self) -> RoundResult:
-        """Report stranded and unroutable notifications, and end unroutable notifications after their retention."""
+        """Report stranded and unroutable notifications, and expire unroutable ones after their retention."""
         if not self._fans_out():
             return NOTHING
-        await self.stranded.look()
+        await self.stranded.check()
         await self._upkeep.run_once()
         done = await self._unroutable.run_once(self._seen_since())
         if done.found:
             self._expired(done.found)
         return done
 
-    def heed_partitions(self, counts: Collection[PartitionCount]) -> None:
-        """Hear of the numbers of partitions, so that the database is asked only if handlers are shared."""
-        self._upkeep.heed(counts)
+    def apply_partition_counts(self, counts: Collection[PartitionCount]) -> None:
+        """Apply the current partition counts, so that the database is queried only if handlers are shared."""
+        self._upkeep.apply_counts(counts)
 
     async def purge(self) -> RoundResult:
-        """Remove a piece of the rows that were kept long enough."""
+        """Remove a chunk of the rows that are past their retention."""
         return await self._retention.run_once() if self._fans_out() else NOTHING
 
     def purge_delay(self) -> float:
-        """The seconds until the next :meth:`purge`."""
+        """Return the seconds until the next :meth:`purge`."""
         return self._retention.pause if self._fans_out() else _STANDBY_DELAY

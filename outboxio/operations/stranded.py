@@ -1,12 +1,12 @@
-"""Stranded notifications: their handler name was announced not long ago, and no process has the handler any longer.
+"""Stranded notifications: their handler name was announced recently, but no process has the handler any more.
 
-A rename without an alias has this effect, and so has a fleet of workers that is down while other workers run. Fan-out
-goes on making rows for the name until ``subscription_ttl`` is over. Only then is the name unroutable: without this
-module an operator would not hear of the rows for days.
+The cause is a rename without an alias, or a fleet of workers that is down while others run. Fan-out continues to insert
+rows for the name until ``subscription_ttl`` has passed, and only then is the name reported as unroutable, which would
+be days later.
 
-Every process announces its handlers at least once per minute. So a name has no process if the name was seen last some
-minutes before the youngest of all names. This rule compares no clocks. It is also right when all processes are down,
-because then all names were seen last at about the same time.
+Every process announces its handlers at least once a minute. A name has no process if it was last seen some minutes
+before the most recently seen name. This rule compares no clocks, and also works when all processes are down, because
+all names were then last seen at about the same time.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from outboxio.support.log import log_of
 
 logger = log_of(__name__)
 
-_MOST_NAMED = 3  # handlers of which one may be the successor
+_MAX_NAMED = 3  # handlers of which one may be the successor
 
 
 class Stranded(Struct, frozen=True, kw_only=True):
     """Unfinished notifications of a handler name that no process has. Dates are naive UTC.
 
-    ``oldest_date``: the moment when the first due notification was made; ``None`` if all notifications are BLOCKED.
-    ``last_seen_date``: the last moment when a process had the handler.
-    ``successors``: the handlers of processes for the same events. One of them may be this handler under a new name.
+    ``oldest_date``: when the oldest due notification was inserted; ``None`` if all notifications are BLOCKED.
+    ``last_seen_date``: when a process last announced the handler.
+    ``successors``: current handlers of the same events. One of them may be this handler under a new name.
     """
 
     handler_name: str
@@ -44,25 +44,25 @@ class Stranded(Struct, frozen=True, kw_only=True):
     successors: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        oldest = "" if self.oldest_date is None else f", the oldest of {self.oldest_date:%Y-%m-%d %H:%M:%S} UTC"
+        oldest = "" if self.oldest_date is None else f", the oldest from {self.oldest_date:%Y-%m-%d %H:%M:%S} UTC"
         return (
             f"handler {self.handler_name!r} has {self.unfinished} unfinished notifications{oldest}, and no process has "
-            f"had such a handler since {self.last_seen_date:%Y-%m-%d %H:%M:%S} UTC: deploy it, or {self._alias}"
+            f"had this handler since {self.last_seen_date:%Y-%m-%d %H:%M:%S} UTC: deploy it, or {self._alias}"
         )
 
     @property
     def _alias(self) -> str:
         alias = f"`aliases={{{self.handler_name!r}}}`"
-        if not 1 <= len(self.successors) <= _MOST_NAMED:
-            return f"add {alias} to the handler that has replaced it"
+        if not 1 <= len(self.successors) <= _MAX_NAMED:
+            return f"add {alias} to the handler that replaced it"
         named = " or ".join(map(repr, self.successors))
         return f"if {named} is its new name, add {alias} there"
 
 
 async def find_stranded(database: Database, namespace: str, seen_since: datetime) -> list[Stranded]:
-    """The stranded notifications of a namespace, by handler name. One short query if every handler has its process.
+    """Return the stranded notifications of a namespace, by handler name; a single short query if there are none.
 
-    Names that were not seen since ``seen_since`` are unroutable, and left out.
+    Names that were not seen since ``seen_since`` are unroutable, and omitted.
     """
     gone = await _gone(database, namespace, seen_since)
     if not gone:
@@ -76,15 +76,15 @@ async def find_stranded(database: Database, namespace: str, seen_since: datetime
 
 
 async def _successors(database: Database, namespace: str, name: str, gone: Mapping[str, datetime]) -> tuple[str, ...]:
-    """The handlers with the same event types and topics that processes have."""
-    wanted = dict[str, set[tuple[str, str]]]()
+    """Return the current handlers with the same event types and topics."""
+    sources = dict[str, set[tuple[str, str]]]()
     for one in await database.subscriptions.announced(namespace):
-        wanted.setdefault(one.handler_name, set()).add((one.event_type, one.topic))
-    return tuple(sorted(other for other in wanted if other not in gone and wanted[other] == wanted.get(name)))
+        sources.setdefault(one.handler_name, set()).add((one.event_type, one.topic))
+    return tuple(sorted(other for other in sources if other not in gone and sources[other] == sources.get(name)))
 
 
 async def _gone(database: Database, namespace: str, seen_since: datetime) -> dict[str, datetime]:
-    """The names that no process has any longer, each with the moment when it was seen last."""
+    """Return the names that no process has any more, each with the time when it was last seen."""
     announced = await database.subscriptions.announced(namespace)
     seen: dict[str, datetime] = {}
     for one in announced:
@@ -108,24 +108,24 @@ async def _stranded(
 
 
 class StrandedWatch:
-    """Warns of stranded notifications in the log, once for each name. Only the process that fans out has this watch."""
+    """Logs a warning about stranded notifications, once for each name, in the process that fans out."""
 
     def __init__(self, namespace: str, database: Database, clock: Clock, ttl: timedelta) -> None:
         self._namespace = namespace
         self._database = database
         self._clock = clock
         self._ttl = ttl
-        self._begun: datetime | None = None
+        self._started_at: datetime | None = None
         self._warned: frozenset[str] = frozenset()
 
-    async def look(self) -> None:
-        """Warn of the names that became stranded since the last call.
+    async def check(self) -> None:
+        """Warn about the names that became stranded since the last call.
 
-        The first minutes have no warning: other processes may be starting, and have not announced their handlers yet.
+        Nothing is logged in the first minutes, when other processes may not have announced their handlers yet.
         """
         now = self._clock()
-        self._begun = self._begun or now
-        if now - self._begun < GONE_AFTER:
+        self._started_at = self._started_at or now
+        if now - self._started_at < GONE_AFTER:
             return
         found = await find_stranded(self._database, self._namespace, now - self._ttl)
         for stranded in found:
@@ -138,22 +138,21 @@ class StrandedWatch:
 
 # --- unroutable notifications ---------------------------------------------------------------------
 #
-# Unroutable notifications: no instance has had a handler of their name for ``subscription_ttl``.
-#
-# Resting rows are counted as well: no instance has had a class that can read them.
+# No process has had a handler of their name for ``subscription_ttl``. Deferred rows are counted as well: no process has
+# a version of the event class that can decode them.
 
 _NO_BOUND = 2**31 - 1
 
 
 async def unroutable_names(database: Database, namespace: str, seen_since: datetime) -> list[str]:
-    """The handler names with unfinished notifications that no instance has, as a name or as an alias."""
+    """Return the handler names with unfinished notifications that no process has, as a name or as an alias."""
     return await _unroutable(
         database, namespace, await database.stored_notifications.unfinished_names(namespace), seen_since
     )
 
 
 async def count_unroutable(database: Database, namespace: str, clock: ShardClock, settings: Settings) -> int:
-    """The number of unroutable notifications. Asks for the database's clock only if any notification is unfinished."""
+    """Count the unroutable notifications. Reads the database's clock only if any notification is unfinished."""
     unfinished = await database.stored_notifications.unfinished_names(namespace)
     if not unfinished:
         return 0
@@ -173,7 +172,7 @@ async def _unroutable(database: Database, namespace: str, unfinished: Sequence[s
 
 
 class UnroutableWatch:
-    """Warns of unroutable notifications, once for each name, and ends notifications after their retention."""
+    """Logs a warning about unroutable notifications, once for each name, and expires them after their retention."""
 
     def __init__(self, namespace: str, database: Database, clock: ShardClock, settings: Settings) -> None:
         self._namespace = namespace
@@ -183,13 +182,13 @@ class UnroutableWatch:
         self._reported: set[str] = set()
 
     async def run_once(self, seen_since: datetime) -> RoundResult:
-        """Report new names, and end at most a batch of notifications after their retention."""
+        """Log new names, and expire at most a batch of notifications."""
         now = self._clock()
         names = await unroutable_names(self._database, self._namespace, seen_since)
         for name in sorted(set(names) - self._reported):
             logger.warning(
-                "handler %r has unfinished notifications, and no instance has such a handler: deploy it, or add "
-                "`aliases={%r}` to the handler that has replaced it; they expire by retention",
+                "handler %r has unfinished notifications, but no process has this handler: deploy it, or add "
+                "`aliases={%r}` to the handler that replaced it; otherwise they expire after their retention",
                 name, name, handler=name,
             )  # fmt: skip
         self._reported = set(names)

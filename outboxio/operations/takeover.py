@@ -1,8 +1,8 @@
-"""Operations that wait for a process: ordered in the background, or left behind by a process that died.
+"""Operations that wait for a process: requested in the background, or abandoned by a process that died.
 
-The process that fans out looks for such operations every 10 s, by a query of an index that has the operations under
-way. A bulk order goes on where the order was left. A bootstrap is left to the next call of ``outbox.bootstrap``, unless
-it is to be stopped. Any other order may have been carried out or not, and ends FAILED.
+The process that fans out checks for such operations every 10 s, by a query on an index of the running operations. A
+bulk operation is resumed at its position. A bootstrap waits for the next call of ``outbox.bootstrap``, unless it should
+be stopped. Any other operation may or may not have taken effect, and ends as FAILED.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from outboxio.model.redaction import Redact
 from outboxio.operations.notifications import BulkRun
 from outboxio.operations.recorder import AdminShard, log_end
 
-LOOK_DELAY = 10.0  # seconds between two looks
+CHECK_DELAY = 10.0  # seconds between two checks
 SILENCE = timedelta(seconds=30)
-"""A process that has not written for so long counts as dead. A piece takes far less than a second."""
+"""A process that has not written for so long is considered dead. A chunk takes far less than a second."""
 
-_MOST = 10  # operations that a look reads
+_MAX_STALE = 10  # operations that a check reads
 _BETWEEN_REMOVALS = timedelta(hours=1)
 _REMOVED_AT_ONCE = 1000
 
 INTERRUPTED = (
-    "the process that carried the order out has ended before the order did; look at the notifications before you "
-    "repeat the order"
+    "the process that ran this operation died before it had finished; check the notifications before repeating the "
+    "operation"
 )
 
 
 class Takeover:
-    """Carries out the operations that wait for a process."""
+    """Runs the operations that wait for a process."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Takeover:
         keep: timedelta,
         redact: Redact,
     ) -> None:
-        """``worker``: the name of this process in ``operations``. ``keep``: ended operations are kept for so long."""
+        """``worker``: the name of this process in ``operations``. ``keep``: how long finished operations are kept."""
         self._namespace = namespace
         self._one = one
         self._operations = one.database.operations
@@ -59,11 +59,11 @@ class Takeover:
         self._remove_at = one.clock()
 
     def expect(self, id: UUID) -> None:
-        """Carry out an operation that this process has ordered in the background, also if this process fans out not."""
+        """Run an operation that was requested in this process, even if the process does not fan out."""
         self._expected.append(id)
 
     async def run_once(self) -> RoundResult:
-        """Do a piece of an operation, if any operation waits for this process."""
+        """Process a chunk of an operation, if one is waiting for this process."""
         if self._run is None:
             self._run = await self._next()
         run = self._run
@@ -77,13 +77,13 @@ class Takeover:
         return RoundResult(1, more=True)
 
     async def _next(self) -> BulkRun | None:
-        """Become the worker of an operation that waits."""
+        """Become the worker of a waiting operation."""
         while self._expected:
             if (run := await self._take(self._expected.pop(0))) is not None:
                 return run
         if not self._fans_out():
             return None
-        for id in await self._operations.stale(self._namespace, self._one.clock() - SILENCE, _MOST):
+        for id in await self._operations.stale(self._namespace, self._one.clock() - SILENCE, _MAX_STALE):
             if (run := await self._take(id)) is not None:
                 return run
         await self._remove_old()
@@ -96,7 +96,7 @@ class Takeover:
             return None
         if is_bulk(taken.operation):
             return BulkRun(self._namespace, self._one, self._worker, taken, self._redact)
-        # A bootstrap whose process is gone is taken only after an order to stop it.
+        # A bootstrap whose process is gone is taken only if a stop was requested.
         is_stopped = taken.operation.kind == "bootstrap"
         state, error = (OperationState.STOPPED, None) if is_stopped else (OperationState.FAILED, INTERRUPTED)
         interrupted = replace(taken.operation, state=state, error=error, updated_date=now, finished_date=now)
@@ -113,5 +113,5 @@ class Takeover:
 
 
 def is_bulk(operation: Operation) -> bool:
-    """True for an order that pieces carry out, so that any process can go on."""
+    """Return True for an operation that runs in chunks, so that any process can resume it."""
     return "search" in operation.request

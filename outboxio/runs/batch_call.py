@@ -1,7 +1,7 @@
-"""A call of a batch handler. A call that fails is split in halves, until the rows that fail are alone.
+"""A call of a batch handler. A failed call is split into halves until the failing rows are isolated.
 
-If an operator has cancelled the call, all of its rows fail, and it is not split. Each row is handed on as soon as the
-row is judged. In a transaction, the COMMIT settles all rows of a call.
+If an operator has cancelled the call, all its rows fail and it is not split. The outcome of each row is passed on as
+soon as it is known. In a transaction, the COMMIT settles all rows of a call.
 """
 
 from __future__ import annotations
@@ -17,51 +17,51 @@ from outboxio.model.envelope import current_envelope
 from outboxio.model.notification import State
 from outboxio.model.outcome import Outcome
 from outboxio.model.redaction import Description
-from outboxio.runs.endings import Endings, cancel_error, is_thrown_away, left_no_context
+from outboxio.runs.endings import Endings, cancel_error, is_being_closed, is_context_unchanged
+from outboxio.runs.failure_classifier import FailureClassifier
 from outboxio.runs.handler_transactions import HandlerTransactions
-from outboxio.runs.judge import Judge
 from outboxio.runs.opening import STARTABLE, DecodedEvents, Envelope, EnvelopeOpener, WorkResult
 from outboxio.runs.poison import PoisonGuard
 from outboxio.runs.run import BatchRun, Run
 from outboxio.support.aio import Slice
 from outboxio.support.log import type_name
 
-SLICE = 0.005  # seconds that a batch may take before the event loop gets a turn
+SLICE = 0.005  # seconds of work on a batch before control returns to the event loop
 
 Done = Callable[[Run, Outcome | None], None]
-"""Takes the outcome of each row as soon as the row is judged; ``None`` if the row has no outcome."""
+"""Receives the outcome of each row as soon as it is known; ``None`` if the row has no outcome."""
 
 
 class BatchCall:
-    """Calls a handler for the rows of a batch."""
+    """Calls a handler with the rows of a batch."""
 
     def __init__(
         self,
         opener: EnvelopeOpener,
         transactions: HandlerTransactions,
         endings: Endings,
-        judge: Judge,
+        classifier: FailureClassifier,
         crashes: PoisonGuard | None,
     ) -> None:
         self._opener = opener
         self._transactions = transactions
         self._endings = endings
-        self._judge = judge
+        self._classifier = classifier
         self._crashes = crashes
         self._time_slice = Slice(SLICE)
         self._decoded: DecodedEvents | None = None
         """The events of a call that was split."""
 
     async def run(self, batch: BatchRun, task: asyncio.Task[None], done: Done) -> None:
-        """Call the handler until every part of the batch is judged, or the run is interrupted or given up."""
+        """Call the handler until every part of the batch has an outcome, or the run is interrupted or abandoned."""
         while batch.parts:
             rows = batch.parts.pop()
             try:
                 failed = await self._call(batch, rows, done)
             except BaseException as error:
-                if is_thrown_away(task, error):
+                if is_being_closed(task, error):
                     raise
-                seconds, batch.started = _time_of(batch), 0.0  # the handler's time is over
+                seconds, batch.started = _time_of(batch), 0.0  # stops the clock of the handler
                 cause = self._endings.cause(batch, error, task)
                 if cause is not None and seconds is not None:
                     batch.queue.statistics.durations_of("failed", type_name(cause)).add(seconds)
@@ -70,20 +70,20 @@ class BatchCall:
                 seconds, batch.started = _time_of(batch), 0.0
                 if seconds is not None:
                     batch.queue.statistics.successes.add(seconds)
-                await self._judge_rows(batch, rows, failed, done)
+                await self._classify_rows(batch, rows, failed, done)
             if batch.unavailable is not None:
-                batch.parts.clear()  # the rows that are left wait for the end of the handler's rest
+                batch.parts.clear()  # the remaining rows wait until the circuit breaker closes
             if batch.cancelled_at is not None:
                 task.uncancel()
                 if batch.interrupted or batch.abandoned:
                     return
-                batch.go_on()
+                batch.resume()
             if batch.parts:
                 batch.session, batch.is_settled = None, False
                 self._decoded = self._decoded or DecodedEvents()
 
     async def _call(self, batch: BatchRun, rows: list[Run], done: Done) -> Mapping[Run, BaseException]:
-        """Make a call; the rows that the handler returns as failed, with the error of each."""
+        """Call the handler once; return the rows that it reports as failed, with their errors."""
         envelopes = await self._open(batch, rows, done)
         if not envelopes:
             return {}
@@ -98,7 +98,7 @@ class BatchCall:
             failed = await self._call_recorded(batch, envelopes)
         finally:
             first.is_over = True
-            batch.is_clean = batch.is_clean and left_no_context(before)
+            batch.is_clean = batch.is_clean and is_context_unchanged(before)
         if batch.cancelled_at is not None and not batch.interrupted and not batch.is_settled:
             raise cancel_error(batch)
         behind: set[str | None] = set()
@@ -106,12 +106,12 @@ class BatchCall:
             if run in failed:
                 behind.add(run.key)
             elif run in batch.remaining and not (run.key is not None and run.key in behind):
-                # In a transaction the row is settled already, or a second process has the row.
+                # In a transaction the row is already settled, or another process has claimed it.
                 done(run, None if in_transaction else self._endings.succeeded(run, envelope))
         return failed
 
     async def _call_recorded(self, batch: BatchRun, envelopes: Mapping[Run, Envelope]) -> Mapping[Run, BaseException]:
-        """Call the handler. If a call may end the process, the start of the call is written before."""
+        """Call the handler. The start of a call that may crash the process is recorded first."""
         if not batch.queue.is_watched:
             return await self._call_delivered(batch, envelopes)
         assert self._crashes is not None
@@ -127,7 +127,7 @@ class BatchCall:
         return await _call_with(batch, envelopes)
 
     async def _open(self, batch: BatchRun, rows: Iterable[Run], done: Done) -> dict[Run, Envelope]:
-        """The envelopes of a call; a row that cannot be decoded fails by itself."""
+        """Create the envelopes of a call. A row that cannot be decoded fails alone."""
         opened: dict[Run, Envelope] = {}
         for run in rows:
             if self._time_slice.is_over:
@@ -140,15 +140,15 @@ class BatchCall:
                     opened[run] = self._opener.open(run)
                 else:
                     opened[run] = self._opener.open_again(run, self._decoded)
-            except BaseException as error:  # a check of the event's class may raise any error
-                done(run, self._judge(run, error))
+            except BaseException as error:  # a validation in the event class may raise any error
+                done(run, self._classifier(run, error))
                 _break(batch, run)
         return opened
 
-    async def _judge_rows(
+    async def _classify_rows(
         self, batch: BatchRun, rows: Iterable[Run], failed: Mapping[Run, BaseException], done: Done
     ) -> None:
-        """Judge the failed rows among ``rows``. An error of many rows is described once."""
+        """Classify the failed rows among ``rows``. An error shared by many rows is described only once."""
         described: dict[int, Description | None] = {}
         for run in rows:
             if run.key is not None and run.key in batch.broken and run in batch.remaining:
@@ -160,13 +160,13 @@ class BatchCall:
                     batch.unavailable = cast(Unavailable, error)
                     continue
                 if id(error) not in described:
-                    described[id(error)] = self._judge.describe(error)
-                done(run, self._judge(run, error, described[id(error)]))
+                    described[id(error)] = self._classifier.describe(error)
+                done(run, self._classifier(run, error, described[id(error)]))
                 if self._time_slice.is_over:
                     await self._time_slice.turn()
 
     async def _split(self, batch: BatchRun, rows: Sequence[Run], cause: BaseException | None, done: Done) -> None:
-        """Put the rows of a failed call back as two halves, or judge a row that is alone. Without a cause, end."""
+        """Split a failed batch into halves, or classify the failure of a single row. Without a cause, stop."""
         left = [run for run in rows if run in batch.remaining]
         if batch.unavailable is not None:
             return
@@ -177,21 +177,21 @@ class BatchCall:
                         done(run, None)
             batch.parts.clear()
         elif len(left) == 1 or issubclass(type(cause), (RetryAfter, CancelledByOperator)):
-            await self._judge_rows(batch, left, dict.fromkeys(left, cause), done)
+            await self._classify_rows(batch, left, dict.fromkeys(left, cause), done)
         else:
-            self._judge.split(batch, len(left), cause)
+            self._classifier.split(batch, len(left), cause)
             middle = len(left) // 2
             batch.parts += [left[middle:], left[:middle]]
 
 
 def _break(batch: BatchRun, run: Run) -> None:
-    """A row has ended without success: the rows behind in its ordering key wait."""
+    """Record that a row has not succeeded, so that the later rows of its ordering key wait."""
     if run.key is not None:
         batch.broken.add(run.key)
 
 
 def _time_of(batch: BatchRun) -> float | None:
-    """The seconds that the handler took; ``None`` if the handler was not called."""
+    """Return the seconds that the handler took; ``None`` if it was not called."""
     return asyncio.get_running_loop().time() - batch.started if batch.started else None
 
 
@@ -200,7 +200,7 @@ async def _perform(run: Run, envelopes: Mapping[Run, Envelope]) -> WorkResult:
 
 
 async def _call_with(run: Run, envelopes: Mapping[Run, Envelope]) -> Mapping[Run, BaseException]:
-    """Call a handler with a list; the rows that the handler returns as failed, with the error of each."""
+    """Call a handler with a list; return the rows that it reports as failed, with their errors."""
     returned = await run.queue.function(cast(Any, list(envelopes.values())))
     if returned is None:
         return {}
@@ -214,7 +214,7 @@ async def _call_with(run: Run, envelopes: Mapping[Run, Envelope]) -> Mapping[Run
         error = pair[-1]
         if row is None or not isinstance(error, BaseException):
             raise TypeError(
-                f"batch handler {name!r} returned {_kind_of(item)} among what failed; expected envelopes of this "
+                f"batch handler {name!r} returned {_kind_of(item)} as a failed item; expected envelopes of this "
                 "call, or pairs of (envelope, error)"
             )
         failed[row] = error
@@ -222,7 +222,7 @@ async def _call_with(run: Run, envelopes: Mapping[Run, Envelope]) -> Mapping[Run
 
 
 def _kind_of(item: object) -> str:
-    """The class of an item, and not the contents: an event may not be logged."""
+    """Describe the class of an item without its contents, because events must not be logged."""
     if isinstance(item, tuple):
         return f"a tuple of ({', '.join(type(part).__name__ for part in cast(tuple[object, ...], item))})"
     return f"a {type(item).__name__}"

@@ -1,20 +1,19 @@
 """Cursors: where the next read of due rows starts, for each slot of this process.
 
-A row becomes due behind rows that were read already if the transaction commits late, or if an operator puts the row
-back. So each read starts at one of three places of the due index:
+A row can become due behind the scan position if its transaction commits late, or if an operator makes it due again. So
+each read starts at one of three positions in the due index:
 
 * at the scan position, while a backlog is read and in most reads under load;
-* a little behind the scan position: the place of 0.1 to 0.2 s ago under load, the place of 1,000 to 2,000 rows
-  ago otherwise;
-* at the beginning (a sweep): after each backlog, every 0.5 s under load, and in every read when little is in flight.
+* a little behind it: at the position of 0.1 to 0.2 s ago under load, otherwise of 1,000 to 2,000 rows ago;
+* at the beginning (a sweep): after each backlog, every 0.5 s under load, and in every read when few rows are in flight.
 
-Under load a settled row stays in the index until the database cleans up, so a read from the beginning reads settled
-rows again: that is why sweeps are rare under load.
+Under load, settled rows stay in the index until the database cleans up, and a sweep reads them again. That is why
+sweeps are rare under load.
 
-The numbers of partitions of the stored handler names, as this process knows the numbers.
+Partition counts of the stored handler names, as this process knows them.
 
-A process reads the numbers at least once a second, so a number may be out of date. The database computes the partition
-of each row, and a cluster lock covers each partition. So an old number delays rows, but no row is lost or run twice.
+A process reads the counts at least once a second, so a count may be outdated. The database computes the partition of
+each row, and a cluster lock covers each partition. So an outdated count delays rows, but no row is lost or run twice.
 """
 
 from __future__ import annotations
@@ -23,30 +22,30 @@ from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime, timedelta
 
 from outboxio.model.lock_name import Slot
-from outboxio.model.notification import BEGINNING, DueQuery, Position
+from outboxio.model.notification import FIRST_POSITION, DueQuery, Position
 from outboxio.model.outcome import Lease
 from outboxio.runs.handler_queue import HandlerQueue
 from outboxio.storage.protocols import PartitionCount
 from outboxio.support.clock import Clock
 from outboxio.support.scan_position import FEW, SWEEP_IN_BACKLOG, ScanPosition
 
-SWEEP_IN_FLIGHT = 0.2  # seconds between reads of rows in flight, while so many rows are in flight that the read costs
+SWEEP_IN_FLIGHT = 0.2  # seconds between reads that return rows in flight, while many rows are in flight
 FEW_IN_FLIGHT = 100  # rows
 
 
 class HandlerCursor:
-    """The scan state of a slot of which this process holds the lock."""
+    """The scan state of a slot whose lock this process holds."""
 
     def __init__(self, slot: Slot, queue: HandlerQueue, lease: Lease) -> None:
         self.slot = slot
         self.queue = queue
         self.lease = lease
-        self.scan: ScanPosition[Position, Position] = ScanPosition(BEGINNING, BEGINNING)
+        self.scan: ScanPosition[Position, Position] = ScanPosition(FIRST_POSITION, FIRST_POSITION)
         self.in_flight = 0
         self.has_backlog = False
-        """True if the last read left due rows."""
+        """True if the last read did not return all due rows."""
         self.reads_again = False
-        """True if the last read started behind the scan position, and so read rows in flight again."""
+        """True if the last read started behind the scan position, so that it returned rows in flight again."""
         self.sweeps = False
         """True if the last read started at the beginning of the index."""
         self.owes_sweep = False
@@ -55,17 +54,17 @@ class HandlerCursor:
         self._read_again_at = float("-inf")
         self._must_sweep = False
 
-    def next_read(self, room: int, now: float, *, may_sweep: bool = True, among: int = 1) -> DueQuery:
-        """The next read of so many rows. ``may_sweep``: False puts off a sweep that can wait.
+    def next_read(self, limit: int, now: float, *, may_sweep: bool = True, among: int = 1) -> DueQuery:
+        """Return the next read of up to ``limit`` rows. ``may_sweep``: False postpones a sweep that can wait.
 
-        ``among``: how many slots of the same handler name are read together. The slots of a name together are under
-        load if a single slot with the same rows would be.
+        ``among``: how many slots of the same handler name are read together. Together they are under load if a single
+        slot with the same rows would be.
         """
         scan = self.scan
         if may_sweep and scan.is_quiet and not (self.in_flight or self.has_backlog or self._must_sweep):
             self.reads_again = self.sweeps = True
             self.owes_sweep = False
-            return self._query(room, BEGINNING)
+            return self._query(limit, FIRST_POSITION)
         scan.few = FEW // among
         scan.move_on(now)
         pause = SWEEP_IN_BACKLOG if self.has_backlog else SWEEP_IN_FLIGHT
@@ -74,23 +73,23 @@ class HandlerCursor:
         self.sweeps = self.reads_again and self._is_due_for_sweep(now) and (may_sweep or self._may_not_wait)
         self.owes_sweep = not self.sweeps
         if not self.reads_again:
-            return self._query(room, max(scan.last, self._long_ago))
+            return self._query(limit, max(scan.last, self._long_ago))
         self._read_again_at = now
         if not self.sweeps:
-            return self._query(room + self.in_flight, self._a_while_ago)
+            return self._query(limit + self.in_flight, self._a_while_ago)
         self._must_sweep = False
-        return self._query(room + self.in_flight, BEGINNING)
+        return self._query(limit + self.in_flight, FIRST_POSITION)
 
     def _query(self, limit: int, after: Position) -> DueQuery:
         return DueQuery(self.slot.handler_name, limit, after, self.slot.partition)
 
     @property
     def _may_not_wait(self) -> bool:
-        """True if only a sweep finds rows behind the scan position. Any process may unblock rows of strict priority."""
+        """True if a sweep must not be postponed. Any process may unblock rows with strict priority."""
         return self._must_sweep or bool(self.queue.spec.strict_types)
 
     def _is_due_for_sweep(self, now: float) -> bool:
-        """Under load only every 0.5 s: a settled row stays in the index until the database cleans up."""
+        """Return True if a sweep is due: under load only every 0.5 s."""
         return self.scan.begin_period(now) or not self.scan.is_busy
 
     @property
@@ -103,53 +102,53 @@ class HandlerCursor:
     @property
     def _long_ago(self) -> Position:
         """No row before this position was due and unsettled when the position was reached."""
-        return BEGINNING if self.has_backlog else self.scan.long_ago
+        return FIRST_POSITION if self.has_backlog else self.scan.long_ago
 
     @property
     def is_read_through(self) -> bool:
-        """True if nothing but new rows may be due, so that a handoff of new rows has the same effect as a read."""
+        """True if only new rows may be due, so that a handoff of new rows has the same effect as a read."""
         return not self.has_backlog and self.scan.has_period and not self.is_paused
 
     def reads_on(self, *, has_backlog: bool, due_by: datetime) -> None:
-        """Take in a read of the rows that were due by a moment. ``has_backlog``: the read left some of the rows."""
+        """Process a read of the rows due by a time. ``has_backlog``: the read did not return all of them."""
         if not has_backlog:
-            self.scan.read_to_the_end((due_by, -1), after_backlog=self.has_backlog)
+            self.scan.mark_complete((due_by, -1), after_backlog=self.has_backlog)
         self.has_backlog = has_backlog
 
     def sweep_soon(self) -> None:
-        """Rows became due behind the scan position: make the next read a sweep."""
+        """Make the next read a sweep, because rows became due behind the scan position."""
         self._read_again_at = float("-inf")
         self.scan.end_period()
         self._must_sweep = True
 
     def start_over(self) -> None:
-        """The rows that were read have been given back: start at the beginning again."""
+        """Start at the beginning again, because the rows that were read have been released."""
         self.has_backlog = False
-        self.scan.start_over(BEGINNING)
+        self.scan.start_over(FIRST_POSITION)
 
 
 class Cursors:
     """The cursors of all slots of this process.
 
-    A halted slot is on the way to another process: the slot has no part in any round, and no row of the slot starts.
-    Rows of the slot that run already are settled.
+    A halted slot is about to move to another process: it is not read, and none of its rows starts. Its rows that
+    already run are settled.
     """
 
     def __init__(self) -> None:
         self.by_slot: dict[tuple[str, int], HandlerCursor] = {}
-        """For the row of a read: the stored handler name and the partition of a row say to which slot it belongs."""
+        """By stored handler name and partition, so that the cursor of a row is found without a :class:`Slot`."""
         self.halted: dict[tuple[str, int], HandlerCursor] = {}
-        """The cursors of halted slots, which ``by_slot`` lacks."""
+        """The cursors of halted slots, which are not in ``by_slot``."""
         self.by_name: dict[str, list[HandlerCursor]] = {}
         """The cursors in ``by_slot``, by stored handler name."""
         self.takes = 0
-        """How many locks were taken so far."""
+        """How many locks were acquired so far."""
 
     def __iter__(self) -> Iterator[HandlerCursor]:
         return iter(self.by_slot.values())
 
     def take(self, slot: Slot, queue: HandlerQueue, lease: Lease) -> HandlerCursor:
-        """This process holds the lock of a slot now."""
+        """Create the cursor of a slot whose lock this process has acquired."""
         self.halted.pop(slot, None)
         self._remove(slot)
         cursor = self.by_slot[slot] = HandlerCursor(slot, queue, lease)
@@ -157,20 +156,20 @@ class Cursors:
         return cursor
 
     def lose(self, slot: Slot) -> HandlerCursor | None:
-        """This process has lost the lock of a slot; the cursor of the slot, or ``None`` without one."""
+        """Remove and return the cursor of a slot whose lock was lost; ``None`` if there is none."""
         return self.halted.pop(slot, None) or self._remove(slot)
 
     def halt(self, slot: Slot) -> HandlerCursor | None:
-        """No row of a slot starts from now on; the cursor of the slot, or ``None`` if the slot is not read."""
+        """Start no more rows of a slot. Return its cursor, or ``None`` if the slot is not read."""
         cursor = self._remove(slot)
         if cursor is not None:
             self.halted[slot] = cursor
         return cursor
 
     def resume(self, slot: Slot) -> HandlerCursor | None:
-        """Read a halted slot again, from the beginning; the new cursor, or ``None`` if the slot is not halted.
+        """Read a halted slot again from the beginning. Return its new cursor, or ``None`` if it is not halted.
 
-        A read that was under way when the slot was halted must not move the new cursor on.
+        The cursor is new so that a read in progress when the slot was halted does not advance it.
         """
         former = self.halted.get(slot)
         if former is None:
@@ -186,31 +185,31 @@ class Cursors:
         return cursor
 
     def find(self, slot: Slot) -> HandlerCursor | None:
-        """The cursor of a slot, halted or not."""
+        """Return the cursor of a slot, halted or not."""
         return self.by_slot.get(slot) or self.halted.get(slot)
 
     def of(self, queue: HandlerQueue) -> list[HandlerCursor]:
-        """The cursors of a handler, with halted slots."""
+        """Return the cursors of a handler, including halted slots."""
         return [cursor for cursor in (*self.by_slot.values(), *self.halted.values()) if cursor.queue is queue]
 
     def sweep_soon(self, slot: Slot) -> None:
-        """A row of this slot is due again and lies behind the scan position."""
+        """Sweep a slot soon, because one of its rows is due again behind the scan position."""
         if (cursor := self.by_slot.get(slot)) is not None:
             cursor.sweep_soon()
 
 
-UNSETTLED = timedelta(minutes=10)  # after a change of a number: rows of one key may still lie in several partitions
+UNSETTLED = timedelta(minutes=10)  # after a count was changed, rows of one key may be in several partitions
 
 
 class Partitions:
-    """The numbers of partitions by stored handler name. A name that is not known has a single partition.
+    """The partition counts by stored handler name. An unknown name has one partition.
 
     Example::
 
         partitions = Partitions(clock)
-        partitions.heed({"score": PartitionCount("score", number=4, active=16, changed_date=moment)})
-        partitions.number("score")     # 4: fan-out spreads new rows over the partitions 0 to 3
-        partitions.active("score")     # 16: unfinished rows may lie in the partitions 0 to 15
+        partitions.apply({"score": PartitionCount("score", number=4, active=16, changed_date=now)})
+        partitions.number("score")     # 4: new rows are spread over the partitions 0 to 3
+        partitions.active("score")     # 16: unfinished rows may be in the partitions 0 to 15
         partitions.active("report")    # 1
     """
 
@@ -218,8 +217,8 @@ class Partitions:
         self._clock = clock
         self._counts: Mapping[str, PartitionCount] = {}
 
-    def heed(self, counts: Mapping[str, PartitionCount]) -> set[str]:
-        """Take in the numbers of all names; the names of which a number has changed."""
+    def apply(self, counts: Mapping[str, PartitionCount]) -> set[str]:
+        """Apply the counts of all names; return the names whose count has changed."""
         former = self._counts
         if counts == former:
             return set()
@@ -227,25 +226,25 @@ class Partitions:
         return {name for name in {*former, *counts} if former.get(name) != counts.get(name)}
 
     def find(self, name: str) -> PartitionCount | None:
-        """What is known of a name; ``None`` if the name has a single partition and always had."""
+        """Return the count of a name; ``None`` if it always had a single partition."""
         return self._counts.get(name)
 
     def number(self, name: str) -> int:
-        """The number of partitions over which new rows are spread."""
+        """Return over how many partitions new rows are spread."""
         count = self._counts.get(name)
         return 1 if count is None else count.number
 
     def active(self, name: str) -> int:
-        """The number of partitions that may have unfinished rows."""
+        """Return how many partitions may have unfinished rows."""
         count = self._counts.get(name)
         return 1 if count is None else max(count.active, count.number)
 
     def are_several(self, names: Iterable[str]) -> bool:
-        """True if rows of one ordering key may lie in several partitions of these names."""
+        """Return True if rows of one ordering key may be in several partitions of these names."""
         return bool(self._counts) and any(self.active(name) > 1 for name in names)
 
     def unsettled(self) -> set[str]:
-        """The names of which the number was changed not long ago."""
+        """Return the names whose count was changed within the last ten minutes."""
         if not self._counts:
             return set()
         now = self._clock()

@@ -1,4 +1,4 @@
-"""Endings: from the end of a run to the outcome of the row."""
+"""Endings: determine the outcome of a row after its run has ended."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from outboxio.model.emitter import encode_params
 from outboxio.model.event import ActionRecord
 from outboxio.model.notification import SUCCEEDED
 from outboxio.model.outcome import Outcome
-from outboxio.runs.opening import Claim, Envelope, TakenByAnother
+from outboxio.runs.opening import Claimer, Envelope, TakenByAnother
 from outboxio.runs.run import INTERRUPTED, Run
 from outboxio.statistics.figures import Counters
 from outboxio.support.clock import ShardClock
@@ -23,15 +23,15 @@ logger = log_of(__name__)
 
 
 class EndUnknown(Exception):
-    """The connection was lost during the COMMIT of a run's own transaction. Raised from :class:`CommitUnknown`."""
+    """The connection was lost during the COMMIT of a run's transaction. Raised from :class:`CommitUnknown`."""
 
 
 class Endings:
-    """Makes the outcome of a run that has ended."""
+    """Creates the outcome of a run that has ended."""
 
-    def __init__(self, claim: Claim, counters: Counters, clock: ShardClock) -> None:
-        self.home: asyncio.Task[Any] | None = None
-        """The task that runs the shard. A cancellation of the task ends all runs without an outcome."""
+    def __init__(self, claim: Claimer, counters: Counters, clock: ShardClock) -> None:
+        self.shard_task: asyncio.Task[Any] | None = None
+        """The task that runs the shard. Cancelling it ends all runs without an outcome."""
         self._claim = claim
         self._counters = counters
         self._clock = clock
@@ -44,27 +44,27 @@ class Endings:
         return outcome
 
     def failed(self, run: Run, error: BaseException, task: asyncio.Task[None]) -> Outcome | None:
-        """The outcome of a run that raised; ``None`` if the run has no outcome."""
+        """Return the outcome of a run that raised; ``None`` if the run has no outcome."""
         return self._claim.failed(run, error, self.cause(run, error, task))
 
     def cause(self, run: Run, error: BaseException, task: asyncio.Task[None]) -> BaseException | None:
-        """The error by which a run is judged; ``None`` if the run has no outcome.
+        """Return the error that decides the outcome; ``None`` if the run has no outcome.
 
         A run has no outcome if
 
-        * a second process has taken the event,
-        * the COMMIT had an unknown result: the row shows that result,
-        * the shutdown has interrupted the run, unless the handler may not run a second time,
-        * the run was given up as stuck, and judged then,
-        * a service was away, unless the handler may not run a second time: the run is made again after a rest. But a
-          run that an operator has cancelled has failed.
+        * another process has claimed the event,
+        * the result of the COMMIT is unknown: the row shows it,
+        * the shutdown has interrupted the run, unless the handler may run only once,
+        * the run was abandoned as stuck, which determined its outcome,
+        * a service was unavailable, unless the handler may run only once: the run is repeated once the circuit breaker
+          allows it. A run that an operator has cancelled has failed, however.
         """
         kind = type(error)  # isinstance() would read the error's __class__, and an error may refuse to answer
         if issubclass(kind, TakenByAnother):
             self._counters.refused += len(tuple(run.undone))
             return None
         if issubclass(kind, EndUnknown):
-            logger.warning("%s; the row says what became of it", error.__cause__, **run.log_fields)
+            logger.warning("%s; see the row for the outcome", error.__cause__, **run.log_fields)
             return None
         if run.interrupted or run.abandoned:
             return error if run.has_begun and not run.abandoned else None
@@ -73,14 +73,14 @@ class Endings:
             return error if run.has_begun else None
         if run.cancelled_at is not None:
             return cancel_error(run)
-        if is_torn_down(task, error, self.home):
+        if is_torn_down(task, error, self.shard_task):
             run.phase = INTERRUPTED
             return None
         return error
 
 
 def action_of(run: Run, envelope: Envelope, clock: ShardClock) -> ActionRecord:
-    """The action that owns the events which a handler emits: the handler itself, now."""
+    """Return the action of the events that a handler emits: the current call of the handler."""
     name, cause, now = run.queue.handler.name, envelope.cause, clock()
     params = {"event_id": cause.event_id, "handler_name": cause.handler_name}
     return ActionRecord(
@@ -97,46 +97,46 @@ def action_of(run: Run, envelope: Envelope, clock: ShardClock) -> ActionRecord:
 
 
 def cancel_error(run: Run) -> Exception:
-    """The error of a run that was cancelled: by an operator, or at its deadline."""
+    """Return the error of a run that was cancelled, by an operator or at its deadline."""
     return run.cancelled_by or TimeoutError(
         f"handler {run.queue.handler.name!r} ran longer than its timeout of {run.queue.spec.timeout:g} s"
     )
 
 
 def stuck_error(run: Run, stack: str) -> Exception:
-    """The error of a stuck run, which ignores the cancellation."""
+    """Return the error of a stuck run, which ignores its cancellation."""
     error = cancel_error(run)
     error.add_note(f"it ignores its cancellation, stuck at\n{stack}")
     return error
 
 
 def thread_stack(run: Run) -> list[traceback.FrameSummary]:
-    """The stack of a synchronous handler in its thread; empty for an async handler."""
+    """Return the stack of a synchronous handler in its thread; empty for an async handler."""
     thread = run.queue.handler.thread
     return [] if thread is None or run.task is None else thread.stack_of(run.task)
 
 
-def is_thrown_away(task: asyncio.Task[None], error: BaseException) -> bool:
-    """True if the worker's coroutine is being closed from outside, together with the event loop."""
+def is_being_closed(task: asyncio.Task[None], error: BaseException) -> bool:
+    """Return True if the coroutine of the worker is being closed together with the event loop."""
     return issubclass(type(error), GeneratorExit) and not _is_current(task)
 
 
-def is_torn_down(task: asyncio.Task[None], error: BaseException, home: asyncio.Task[Any] | None) -> bool:
-    """True if ``task`` was cancelled together with ``home``, because the whole event loop is being torn down.
+def is_torn_down(task: asyncio.Task[None], error: BaseException, shard_task: asyncio.Task[Any] | None) -> bool:
+    """Return True if ``task`` was cancelled together with ``shard_task``, because the event loop is being torn down.
 
-    Otherwise the function of the application has cancelled itself, and the cancellation is taken back.
+    Otherwise the handler has cancelled its own task, and the cancellation is undone.
     """
     if not issubclass(type(error), asyncio.CancelledError) or not task.cancelling():
         return False
-    if home is not None and home.cancelling():
+    if shard_task is not None and shard_task.cancelling():
         return True
     while task.cancelling():
         task.uncancel()
     return False
 
 
-def left_no_context(before: contextvars.Context) -> bool:
-    """True if a handler has left all context variables unchanged: the next run must not find changed values."""
+def is_context_unchanged(before: contextvars.Context) -> bool:
+    """Return True if a handler left all context variables unchanged, so that the next run sees no changed value."""
     try:
         return contextvars.copy_context() == before
     except BaseException:  # some values cannot be compared, such as arrays

@@ -1,6 +1,6 @@
-"""Handler queues: the rows of a handler that are ready or run in this process.
+"""Handler queues: the rows of a handler that are ready or running in this process.
 
-Handler specs: the numbers by which a handler is run, computed once from options and settings.
+Handler specs: how a handler is run, computed once from options and settings.
 """
 
 from __future__ import annotations
@@ -14,33 +14,36 @@ from typing import Protocol
 from msgspec import Struct
 
 from outboxio.handlers.handler import Handler
-from outboxio.handlers.options import Batch, DeadHook, Delivery, OnDeadKey, moments_of
+from outboxio.handlers.options import Batch, DeadHook, Delivery, OnDeadKey, next_time_of
 from outboxio.model.notification import Notification
 from outboxio.model.payloads.classes import Decoder
 from outboxio.model.retry import RetryPolicy
 from outboxio.runs.run import BatchRun, HookRun, Run
-from outboxio.runs.transaction_shares import Claim
+from outboxio.runs.transaction_shares import TransactionShare
 from outboxio.settings import Settings
 from outboxio.statistics.handlers import HandlerStatistics
 
-QUICK, SLOW = 0.25, 2.0  # seconds between two full reads that double, or halve, the window of a handler
+QUICK, SLOW = (
+    0.25,
+    2.0,
+)  # seconds between two full reads below or above which the window of a handler is doubled or halved
 
 
 class HookLane:
-    """The hook runs of a handler that are ready or run."""
+    """The ready and running hook runs of a handler."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.ready: deque[HookRun] = deque()
         self.running: dict[Run, None] = {}
         self.is_listed = False
-        """True while the lane stands in the turns of all lanes."""
-        self.claim: Claim | None = None
+        """True while the lane waits for its turn."""
+        self.claim: TransactionShare | None = None
         """The lane's share of the transactions."""
 
 
 class ReadAhead:
-    """How many rows of a handler may be ready: many of a quick handler, few of a slow handler."""
+    """How many rows of a handler may be ready: many for a fast handler, few for a slow one."""
 
     __slots__ = ("_read_at", "_spec", "may_have_more", "was_full", "window")
 
@@ -48,14 +51,14 @@ class ReadAhead:
         self._spec = spec
         self._read_at = 0.0
         self.window = spec.first_window
-        """Rows that may be ready, at most."""
+        """The maximum number of ready rows."""
         self.was_full = False
-        """True if the last read, or the last handoff, found as many rows as it had asked for."""
+        """True if the last read, or the last handoff, returned as many rows as requested."""
         self.may_have_more = True
-        """True if there may be due rows that were not read because the queue was full."""
+        """True if due rows may remain unread because the queue was full."""
 
     def adapt(self, now: float) -> None:
-        """Double the window if a full read follows within 0.25 s, halve the window if a full read follows after 2 s."""
+        """Double the window if full reads follow within 0.25 s; halve it if they are more than 2 s apart."""
         since, self._read_at = now - self._read_at, now
         if not self.was_full or self._spec.batch:
             return
@@ -65,67 +68,67 @@ class ReadAhead:
             self.window = min(self._spec.largest_window, max(self._spec.limit, self.window // 2))
 
 
-class Rest:
-    """The state of a handler that rests, because a service that the handler needs is away."""
+class OpenCircuit:
+    """The open circuit of a handler that needs an unavailable service."""
 
     __slots__ = ("is_probing", "older", "reason", "since", "step", "until")
 
     def __init__(self, reason: str, since: float) -> None:
         self.reason = reason
         self.since = since
-        """When the first run found the service away, by the event loop's clock."""
+        """When the circuit opened (event loop time)."""
         self.until = since
-        """When a run may try the service again."""
+        """When a run may probe the service."""
         self.step = 0.1
-        """The seconds of this rest, if the error names no time."""
+        """For how many seconds the circuit opens next if the error names no delay."""
         self.is_probing = False
-        """True if a single run may start, which tries the service."""
+        """True while the circuit is half-open: a single run may start as a probe."""
         self.older: set[Run] = set()
-        """The runs that began before this rest: their ends say nothing about the service."""
+        """The runs that started before the circuit opened, whose outcomes say nothing about the service now."""
 
     @property
     def most(self) -> int:
-        """Runs at the same time, at most."""
+        """The maximum number of concurrent runs."""
         return len(self.older) + 1 if self.is_probing else 0
 
 
 class Quota:
-    """How many runs of a handler may go on at the same time."""
+    """The concurrency limit of a handler."""
 
-    __slots__ = ("allowed", "gate", "gives_back_at", "rest")
+    __slots__ = ("allowed", "circuit", "gate", "gives_back_at")
 
     def __init__(self, allowed: int) -> None:
         self.allowed = allowed
-        """Fewer than the spec says if this process has few of the cluster's runs."""
+        """Lower than the limit of the spec if this process has only a small share of a cluster-wide limit."""
         self.gives_back_at = -1
-        """With so many runs a halted slot can be given back (``dispatch/limits.py``)."""
+        """The number of runs at which a halted slot can be released (``dispatch/limits.py``)."""
         self.gate: Gate | None = None
-        """The rate, if the handler has one (``dispatch/rates.py``)."""
-        self.rest: Rest | None = None
-        """Set while the handler rests (``dispatch/rests.py``)."""
+        """The rate limit, if the handler has one (``dispatch/rates.py``)."""
+        self.circuit: OpenCircuit | None = None
+        """Set while the circuit is open (``dispatch/circuit_breakers.py``)."""
 
 
 class Gate(Protocol):
-    """The rate of a handler, as the queue sees the rate (``dispatch/rates.py``)."""
+    """The rate limit of a handler, as the queue uses it (``dispatch/rates.py``)."""
 
     is_closed: bool
-    """True while no run may start because of the rate."""
+    """True while the rate limit allows no run to start."""
 
     @property
     def holds_back(self) -> bool:
-        """True if ready rows wait for the rate, now or within the last second."""
+        """True if the rate limit has delayed ready rows, now or within the last second."""
         ...
 
     def may_start(self) -> bool:
-        """True if a ready run may start now. Otherwise the gate closes, and opens by itself."""
+        """Return True if a ready run may start now. Otherwise the gate closes, and opens again by itself."""
         ...
 
     def take(self) -> Run:
         """Take the ready run for which :meth:`may_start` was true."""
         ...
 
-    def begin_anew(self) -> None:
-        """A slot was taken, or the number of partitions was changed."""
+    def reset(self) -> None:
+        """Called when a slot was acquired or the partition count has changed."""
         ...
 
 
@@ -137,14 +140,14 @@ class HandlerQueue:
         self.statistics = statistics or HandlerStatistics()
         self.handler = spec.handler
         self.limit = spec.limit
-        """Runs at the same time, at most: the quota, or fewer while the handler rests or the rate holds rows back."""
+        """The concurrency limit: the quota, or less while the circuit is open or the rate limit holds rows back."""
         self.quota = Quota(spec.limit)
         self.function = spec.handler.function
         self.retention_renewed = 0
-        """When the handler's last pause ended, in us since 1970: the retention of rows that waited begins there."""
-        self.beginning: datetime | None = None
-        """The handler does not want events from before this moment."""
-        self.claim: Claim | None = None
+        """When the last pause ended, in us since 1970. The retention of rows that waited begins then."""
+        self.start_date: datetime | None = None
+        """The start date of the handler: earlier events are skipped."""
+        self.claim: TransactionShare | None = None
         """The share of the transactions, if the handler is transactional."""
         self.hook_lane = HookLane(spec.limit)
         self.decoders: dict[str, Decoder] = {}
@@ -154,9 +157,9 @@ class HandlerQueue:
         """Rows that wait until the batch is full."""
         self.gather_timer: asyncio.TimerHandle | None = None
         self.running: dict[Run, None] = {}
-        """The runs, in the order in which their handlers' time began, which is the order of their deadlines."""
+        """The runs in the order of their start times, which is the order of their deadlines."""
         self.is_listed = False
-        """True while the queue stands in the turns of all queues."""
+        """True while the queue waits for its turn."""
         self.listed_at = 0.0
         self.watch(is_watched=False)
 
@@ -167,25 +170,25 @@ class HandlerQueue:
 
     @property
     def takes_ordinary(self) -> bool:
-        """True if an ordinary row is ready as soon as the row is found."""
+        """True if an ordinary row is ready as soon as it is found."""
         spec = self.spec
-        return not (spec.batch or spec.needs_admission or self.beginning or self.retention_renewed)
+        return not (spec.batch or spec.needs_admission or self.start_date or self.retention_renewed)
 
     def allow(self, number: int) -> None:
-        """Let so many runs go on at the same time, or fewer while the handler rests or the rate holds rows back."""
-        self.quota.allowed, rest = number, self.quota.rest
-        self.limit = number if rest is None else min(number, rest.most)
+        """Set the concurrency limit. The effective limit is lower while the circuit is open or the rate is exceeded."""
+        self.quota.allowed, circuit = number, self.quota.circuit
+        self.limit = number if circuit is None else min(number, circuit.most)
         if self.quota.gate is not None and self.quota.gate.is_closed:
             self.limit = 0
 
     @property
     def is_rate_limited(self) -> bool:
-        """True if the rate holds ready rows back: these rows do not wait for want of processes."""
+        """True if ready rows wait for the rate limit, and not for free capacity."""
         gate = self.quota.gate
         return gate is not None and gate.holds_back
 
     def starts_now(self, run: Run, now: float) -> None:
-        """The handler's time begins now: the run had to wait for a connection, or is the next part of a call."""
+        """Restart the clock of the handler, after the wait for a connection or for the next part of a call."""
         run.started = now
         running = self.hook_lane.running if isinstance(run, HookRun) else self.running
         del running[run]
@@ -193,38 +196,38 @@ class HandlerQueue:
 
     @property
     def wants_more(self) -> bool:
-        """True if at most half of the window is ready, few verdicts wait for hooks, and the handler does not rest."""
-        rest = self.quota.rest
-        if rest is not None and not rest.is_probing:
+        """True if at most half of the window is ready, few DYING rows wait for hooks, and the circuit is closed."""
+        circuit = self.quota.circuit
+        if circuit is not None and not circuit.is_probing:
             return False
         read_ahead = len(self.ready) * self.spec.per_call + len(self.batch_buffer)
         return read_ahead <= self.ahead.window // 2 and len(self.hook_lane.ready) <= HOOKS_AHEAD
 
     @property
     def may_be_handed(self) -> bool:
-        """True if the handler takes new rows from fan-out without a read."""
+        """True if fan-out may hand fresh rows directly to the handler."""
         return self.is_plain and not self.spec.needs_admission and self.wants_more
 
     @property
-    def room(self) -> int:
+    def capacity(self) -> int:
         """How many more rows may become ready."""
         return self.ahead.window - len(self.ready)
 
     def take_batch(self) -> BatchRun:
-        """A call for the rows that have gathered."""
+        """Take a call for the gathered rows."""
         size = self.spec.per_call
         rows, self.batch_buffer = self.batch_buffer[:size], self.batch_buffer[size:]
         return BatchRun.of(rows)
 
 
-MOST_READY = 10_000  # rows that all handlers of a shard have ready
-FIRST_WINDOW = 128  # rows that a handler may have ready before the handler's speed is known
-LONGEST_GRACE = 5.0  # seconds between a handler's cancellation and the moment at which the run is stuck
-HOOKS_AHEAD = 500  # verdicts that may wait for hooks while more rows of the handler are read
+MOST_READY = 10_000  # ready rows of all handlers of a shard
+FIRST_WINDOW = 128  # ready rows of a handler whose speed is not known yet
+LONGEST_GRACE = 5.0  # seconds between the cancellation of a run and when it counts as stuck
+HOOKS_AHEAD = 500  # DYING rows that may wait for hooks before the handler stops reading rows
 
 
 class HandlerSpec(Struct, frozen=True, eq=False):
-    """How a handler is run. A spec never changes; the state of the handler is in the ``HandlerQueue``."""
+    """How a handler is run. A spec is immutable; the state of the handler is in its ``HandlerQueue``."""
 
     handler: Handler
     names: Sequence[str]
@@ -233,39 +236,39 @@ class HandlerSpec(Struct, frozen=True, eq=False):
     batch: Batch | None
     priority: int
     strict_types: frozenset[str]
-    """Event types of which a row waits until the handlers of lower priority numbers have tried the event."""
-    next_moment: Callable[[datetime], datetime] | None
-    """The first moment of a batch schedule after a moment; ``None`` without a schedule."""
+    """Event types whose rows wait until the handlers with lower priority numbers have tried the event."""
+    next_time: Callable[[datetime], datetime] | None
+    """Returns the next scheduled time of a batch; ``None`` without a schedule."""
     needs_admission: bool
-    """True if due rows may have to wait: for their ordering key, for other handlers, or for a moment."""
+    """True if due rows may have to wait: for their ordering key, for other handlers, or for a scheduled time."""
     needs_transaction: bool
     follows: bool
-    """True if a call may have several rows of an ordering key: the first rows of the key, in order."""
+    """True if a call may contain several rows of an ordering key, in order from the head."""
     parks: bool
     """True if a dead row parks its ordering key."""
     limit: int
-    """Runs at the same time in this process, at most."""
+    """The maximum number of concurrent runs in this process."""
     total: int | None
-    """Runs at the same time in all processes together, at most; ``None`` without such a limit."""
+    """The maximum number of concurrent runs in all processes; ``None`` without such a limit."""
     share: int
-    """Runs at the same time for which workers are reserved."""
+    """The number of concurrent runs for which workers are reserved."""
     policy: RetryPolicy
     retention: timedelta
     retention_us: int
     cap: timedelta
-    """The longest pause that the backoff may make."""
+    """The upper limit of the backoff."""
     timeout: float
-    """Seconds that one run may take."""
+    """The timeout of a run in seconds."""
     grace: float
-    """Seconds from the cancellation of a run to the moment at which the run is stuck."""
+    """Seconds between the cancellation of a run and when it counts as stuck."""
     hooks: tuple[DeadHook, ...]
     per_call: int
-    """Rows of one call, at most."""
+    """The maximum number of rows per call."""
     largest_window: int
-    """Rows that may be ready, at most."""
+    """The maximum number of ready rows."""
     first_window: int
     most_in_flight: int
-    """Rows that are in flight at the same time, at most: read ahead, running, and waiting to be settled."""
+    """The maximum number of rows in flight: ready, running, or waiting to be settled."""
 
     @classmethod
     def of(
@@ -276,16 +279,16 @@ class HandlerSpec(Struct, frozen=True, eq=False):
         on_dead: DeadHook | None,
         strict_types: frozenset[str] = frozenset(),
     ) -> HandlerSpec:
-        """The spec of a handler among so many ``handlers`` of a shard."""
+        """Create the spec of a handler. ``handlers``: how many handlers the shard has."""
         options, batch = handler.options, handler.options.batch
-        wanted = options.concurrency or (1 if batch else settings.concurrency)
-        limit = min(wanted, settings.concurrency)
+        requested = options.concurrency or (1 if batch else settings.concurrency)
+        limit = min(requested, settings.concurrency)
         if batch:
             largest = first = batch.size * (limit + 1)
         else:
             largest = max(limit, min(settings.handling_batch_size, MOST_READY // handlers))
             first = min(largest, max(limit, FIRST_WINDOW))
-        next_moment = moments_of(batch.schedule) if batch and batch.schedule else None
+        next_time = next_time_of(batch.schedule) if batch and batch.schedule else None
         retention = options.retry.retention or settings.handling_retention_window
         timeout = (options.timeout or settings.handler_timeout).total_seconds()
         most_in_flight = 2 * (largest + limit) + 4 * settings.outcome_batch + HOOKS_AHEAD
@@ -296,8 +299,8 @@ class HandlerSpec(Struct, frozen=True, eq=False):
             batch=batch,
             priority=options.priority,
             strict_types=strict_types,
-            next_moment=next_moment,
-            needs_admission=bool(options.ordered or options.relay or next_moment or strict_types),
+            next_time=next_time,
+            needs_admission=bool(options.ordered or options.relay or next_time or strict_types),
             needs_transaction=options.delivery is Delivery.TRANSACTIONAL,
             follows=options.ordered and batch is not None and options.delivery is Delivery.AT_LEAST_ONCE,
             parks=options.on_dead_key is OnDeadKey.PARK,
@@ -318,7 +321,7 @@ class HandlerSpec(Struct, frozen=True, eq=False):
         )
 
     def is_too_old(self, notification: Notification, now: int) -> bool:
-        """True if a row has outlived the retention before the first call of the handler; ``now`` in us since 1970."""
+        """Return True if the retention of a row is over. ``now``: in us since 1970."""
         return now > notification.retention_us + self.retention_us
 
 

@@ -1,4 +1,4 @@
-"""Transactions of handlers: the claim, the handler's SQL and events, and the rows' new state commit together."""
+"""Handler transactions commit the claim, the handler's SQL and events, and the new state of the rows together."""
 
 from __future__ import annotations
 
@@ -6,31 +6,31 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 
-from outboxio.errors import CommitUnknown, NotBegun
+from outboxio.errors import CommitUnknown, HandlerNotStarted
 from outboxio.model.envelope import HandlerContext
 from outboxio.model.event import ActionRecord
 from outboxio.model.notification import State
 from outboxio.runs.endings import EndUnknown, action_of, cancel_error
-from outboxio.runs.opening import Claim, Envelope, WorkResult
+from outboxio.runs.opening import Claimer, Envelope, WorkResult
 from outboxio.runs.run import BatchRun, Run
 from outboxio.storage.protocols import Database, Session
-from outboxio.support.aio import to_the_end
+from outboxio.support.aio import run_to_completion
 from outboxio.support.clock import ShardClock
-from outboxio.transaction import Transaction, roll_back, work_in, work_outside
+from outboxio.transaction import Transaction, enter_transaction, leave_transaction, roll_back
 
 Work = Callable[[Run, Mapping[Run, Envelope]], Awaitable[WorkResult]]
 """Calls the handler, or the hooks, for the claimed rows of a run."""
 
 
 class HandlerTransactions:
-    """Runs each transactional handler, and each hook, in a new transaction."""
+    """Runs each call of a transactional handler or hook in a new transaction."""
 
     def __init__(
         self,
         database: Database,
         clock: ShardClock,
         context: HandlerContext,
-        claim: Claim,
+        claim: Claimer,
         emitted: Callable[[], None],
     ) -> None:
         """``emitted`` is called after a commit that wrote events."""
@@ -58,14 +58,14 @@ class HandlerTransactions:
                 await self._claim.finish(session, claimed, ended)
             except BaseException:
                 tx.abandon()
-                await to_the_end(roll_back(session))
+                await run_to_completion(roll_back(session))
                 raise
             try:
                 await tx.commit()
             except CommitUnknown as error:
                 raise EndUnknown from error
             finally:
-                # The rows are settled even if a cancellation came during COMMIT.
+                # The rows are settled even if the run was cancelled during COMMIT.
                 run.is_settled = tx.is_committed
                 for row in claimed.keys() - ended.failed.keys():
                     row.is_settled = tx.is_committed
@@ -74,28 +74,28 @@ class HandlerTransactions:
         return ended
 
     async def _begin(self, run: Run, stack: AsyncExitStack) -> Session:
-        """Open the run's transaction. The handler's time starts when the connection is there."""
+        """Open the transaction of a run. The clock of the handler starts when the connection is available."""
         try:
             session = run.session = await stack.enter_async_context(self._database.session())
             run.queue.starts_now(run, asyncio.get_running_loop().time())
             await session.begin()
         except Exception as error:
-            raise NotBegun(run.queue.handler.name) from error
+            raise HandlerNotStarted(run.queue.handler.name) from error
         return session
 
     async def _work_within(
         self, tx: Transaction, run: Run, envelopes: Mapping[Run, Envelope], work: Work
     ) -> WorkResult:
-        """Do the work. A run past the timeout raises instead of committing."""
+        """Do the work. A run that has exceeded its timeout raises instead of committing."""
         for envelope in envelopes.values():
             envelope.within(tx, shared=isinstance(run, BatchRun))
-        token = work_in(tx, self._context.outbox)
+        token = enter_transaction(tx, self._context.outbox)
         try:
             ended = await work(run, envelopes)
             await tx.flush()
             tx.close()
         finally:
-            work_outside(token)
+            leave_transaction(token)
         if run.cancelled_at is not None and not run.interrupted:
             raise cancel_error(run)
         return ended
@@ -103,7 +103,7 @@ class HandlerTransactions:
     async def _write(
         self, tx: Transaction, run: Run, record: ActionRecord, envelopes: Mapping[Run, Envelope], ended: WorkResult
     ) -> None:
-        """Write the emitted events. The cause of each is the event of the emitting envelope."""
+        """Write the emitted events. Each one is caused by the event of the envelope that emitted it."""
         if tx.events:
             first = next(iter(envelopes.values()))
             await tx.write(first.continues_trace(record.completed(self._clock())), tx.events)

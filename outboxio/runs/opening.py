@@ -1,9 +1,9 @@
-"""Envelopes: from the payload of a row to the event that the handler gets.
+"""Decode the payload of a row into the envelope for the handler, and claim the row in a transaction.
 
-Claims: how a run in a transaction makes sure that no second run handles the event, at once or later.
+A claim ensures that no second run handles the same event, at the same time or later.
 
-Dispatch locks the notification in the handler's transaction (``RowClaim``). ``inbox.consume`` has no notification, and
-writes a row of ``consumed_events`` instead (``inbox/inline.py``).
+Dispatch locks the notification in the handler's transaction (``RowClaimer``). ``inbox.consume`` has no notification,
+and writes a row of ``consumed_events`` instead (``inbox/inline.py``).
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import Any, Protocol, cast
 import msgspec
 from msgspec import Struct
 
-from outboxio.errors import InvalidEvent, RetryAfter, Unavailable, Unprocessable, UnreadableRow
+from outboxio.errors import InvalidEvent, MalformedRow, RetryAfter, Unavailable, Unprocessable
 from outboxio.handlers.handler import HandlerRegistry
 from outboxio.model.envelope import EventEnvelope, HandlerContext, as_bytes
 from outboxio.model.event import upcasters_of, version_of
 from outboxio.model.notification import DYING, Notification, State
-from outboxio.model.outcome import Outcome, verdict_of
+from outboxio.model.outcome import Outcome, final_outcome_of
 from outboxio.model.payloads.classes import Decoder, NewerVersion, decoder_of, upcasting
+from outboxio.runs.deferral import is_newer
+from outboxio.runs.failure_classifier import FailureClassifier
 from outboxio.runs.handler_queue import HandlerQueue
-from outboxio.runs.judge import Judge
-from outboxio.runs.resting import is_newer
 from outboxio.runs.run import Run
 from outboxio.statistics.figures import Counters
 from outboxio.storage.protocols import Session
@@ -33,14 +33,14 @@ from outboxio.support.clock import ShardClock
 Envelope = EventEnvelope[Any]
 
 _NOT_OF_THE_PAYLOAD = (Unprocessable, RetryAfter, Unavailable, MemoryError)
-"""Errors while an event is decoded that say themselves what follows, or that another attempt need not meet."""
+"""Errors during decoding that decide the outcome themselves, or that another attempt may not meet."""
 _NULL = (None, msgspec.Raw(b"null"))
 _decode_mapping: Callable[[str], Any] = msgspec.json.Decoder(dict).decode
-"""For an event on a topic, if no registered class has the event's name."""
+"""For an event on a topic whose name belongs to no registered class."""
 
 
 class EnvelopeOpener:
-    """Makes the envelopes of a shard."""
+    """Create the envelopes of a shard."""
 
     def __init__(self, handlers: HandlerRegistry, context: HandlerContext) -> None:
         self._handlers = handlers
@@ -60,7 +60,7 @@ class EnvelopeOpener:
             raise
 
     def open_again(self, run: Run, decoded: DecodedEvents) -> Envelope:
-        """A new envelope for a row of a call that is split; an event that no call has changed is not decoded again."""
+        """Create a new envelope for a row of a split batch. An unchanged event is not decoded again."""
         event = decoded.take(run)
         if event is not None:
             return EventEnvelope(event, run.notification, self._context)
@@ -75,7 +75,7 @@ class EnvelopeOpener:
         Raises for a row without a readable context, and for an event of a newer version: that hook is tried again.
         """
         if not run.notification.has_context:
-            raise UnreadableRow(run.notification.id, run.notification.flaw_of_context or "")
+            raise MalformedRow(run.notification.id, run.notification.flaw_of_context or "")
         self._refuse_newer(run)
         try:
             return self.open(run)
@@ -83,11 +83,11 @@ class EnvelopeOpener:
             return EventEnvelope(cast(Any, None), run.notification, self._context)
 
     def _refuse_newer(self, run: Run) -> None:
-        """Raise :class:`NewerVersion` for an event of a newer version than the class here."""
+        """Raise :class:`NewerVersion` for an event of a newer version than the class in this process."""
         row = run.notification
         headers = row.context.headers if row.may_have_version else None
         if is_newer(self._handlers, run.queue.handler, row.event_type, headers):
-            raise NewerVersion(f"event {row.event_type} of version {row.version}", "the class here is older")
+            raise NewerVersion(f"event {row.event_type} of version {row.version}", "the class in this process is older")
 
     def _decoder(self, queue: HandlerQueue, notification: Notification) -> Decoder:
         """The decoder of a row. The queue keeps the decoders of classes that have had a single version.
@@ -110,7 +110,7 @@ class EnvelopeOpener:
             decode = self._of_class[cls] = decoder_of(cls)
         if version == 1:
             queue.decoders[event_type] = decode
-            return decode  # dispatch puts rows of newer versions to rest
+            return decode  # dispatch defers rows of newer versions
         return upcasting(event_type, decode, notification.version, version, upcasters_of(cls))
 
 
@@ -125,19 +125,19 @@ STARTABLE = (State.PENDING, State.FAILED)
 
 
 class TakenByAnother(Exception):
-    """A second process works on the event, or has settled the event: this run has no outcome."""
+    """Another process is working on the event or has settled it, so this run has no outcome."""
 
 
 class WorkResult(Struct, frozen=True):
-    """The end of the work in a transaction: the new state of all rows but the failed rows."""
+    """The result of the work in a transaction: the new state of all rows except the failed ones."""
 
     state: State
     attempts_more: int
     failed: Mapping[Run, BaseException] = {}
 
 
-class Claim(Protocol):
-    """Claims the events of a run in a transaction, and answers for a run that fails."""
+class Claimer(Protocol):
+    """Claim the events of a run in a transaction, and provide the outcome of a failed run."""
 
     async def take(
         self, session: Session, run: Run, envelopes: Mapping[Run, Envelope], states: Sequence[State]
@@ -146,19 +146,19 @@ class Claim(Protocol):
         ...
 
     async def finish(self, session: Session, claimed: Iterable[Run], ended: WorkResult) -> None:
-        """Write in the same transaction that the claimed rows are done."""
+        """Write the outcome of the claimed rows in the same transaction."""
         ...
 
     def failed(self, run: Run, error: BaseException, cause: BaseException | None) -> Outcome | None:
-        """The outcome of a run that raised ``error``, judged by ``cause``; ``None`` if the run has no outcome."""
+        """Return the outcome of a run that raised ``error`` because of ``cause``; ``None`` if it has no outcome."""
         ...
 
 
-class RowClaim:
-    """Locks the notifications of a run. A row that a second process has locked or settled is left out and counted."""
+class RowClaimer:
+    """Lock the notifications of a run. Rows that another process has locked or settled are skipped and counted."""
 
-    def __init__(self, judge: Judge, counters: Counters, clock: ShardClock) -> None:
-        self._judge = judge
+    def __init__(self, classifier: FailureClassifier, counters: Counters, clock: ShardClock) -> None:
+        self._classifier = classifier
         self._counters = counters
         self._clock = clock
 
@@ -171,7 +171,7 @@ class RowClaim:
             raise TakenByAnother
         self._counters.refused += len(envelopes) - len(claimed)
         if states == (DYING,):
-            run.verdict = verdict_of(errors[run.notification.id])
+            run.final_outcome = final_outcome_of(errors[run.notification.id])
         return claimed
 
     async def finish(self, session: Session, claimed: Iterable[Run], ended: WorkResult) -> None:
@@ -183,29 +183,29 @@ class RowClaim:
             await session.finish(sorted(row.notification.id for row in some), ended.state, number, self._clock())
 
     def failed(self, run: Run, error: BaseException, cause: BaseException | None) -> Outcome | None:
-        return None if cause is None else self._judge(run, cause)
+        return None if cause is None else self._classifier(run, cause)
 
 
 _encode = msgspec.json.Encoder().encode
 
 
 class DecodedEvents:
-    """Events that need not be decoded again, because the handler has not changed the events.
+    """Decoded events that can be reused, because the handler has not modified them.
 
-    To decode ten thousand events anew for each of fourteen halvings takes longer than all the rest, and the garbage
-    keeps the event loop waiting. But a call that failed may have changed lists and mappings in an event, and the next
-    call must not see the change. Encoding an event shows a change, and leaves no garbage.
+    Decoding ten thousand events again for each of fourteen halvings takes longer than everything else, and collecting
+    the garbage blocks the event loop. But a failed call may have modified lists and mappings of an event, and the next
+    call must not see that. Encoding an event reveals a modification, and leaves no garbage.
     """
 
     def __init__(self) -> None:
         self._events: dict[Run, tuple[Any, int]] = {}
 
     def keep(self, run: Run, event: Any) -> None:
-        """Keep a row's event in the present state."""
+        """Keep the event of a row in its current state."""
         self._events[run] = event, hash(_encode(event))
 
     def take(self, run: Run) -> Any:
-        """A row's event if the event is known and unchanged, else ``None``."""
+        """Return the event of a row if it is known and unchanged, else ``None``."""
         event, before = self._events.get(run, (None, 0))
         if event is None:
             return None

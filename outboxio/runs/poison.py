@@ -1,23 +1,23 @@
-"""The poison guard: finds poison events, which end the process of their handler, at no cost while no process dies.
+"""The poison guard: finds events that crash the process of their handler, at no cost while no process crashes.
 
-A handler may end the process: by ``os._exit``, in native code, for lack of memory. The row is still due after that, the
-next process runs the row again, and so on for ever. To record each start would cost as much as settling. So the guard
-finds the row after the fact (decision 12), in three steps:
+A handler may end the process with ``os._exit``, in native code or when memory runs out. The row stays due, so the next
+process runs it and crashes too, and so on without end. Recording every start would cost as much as settling. So the
+guard finds the row afterwards (decision 12), in three steps:
 
-1. A lease says if the last holder gave the lock back. If not, the guard records the starts of all rows that can have
-   been in flight, before the call of the handler, and removes each record when the run has ended.
-2. If that process dies as well, the rows with a record are suspects: one of the suspects is the cause. For suspects the
-   guard holds the handler: no more rows of the handler are read until all its rows in flight have ended. Then the
-   suspects run one at a time, beside no other run of the handler and beside no other suspect of the whole process, and
-   their starts are counted. When the handler has no due suspect left, the handler goes on, and the guard holds the next
-   handler with suspects. So each suspect has its turn, however many rows are due.
-3. A suspect that was started ``max_crashes`` times without coming to an end becomes DEAD and is not started again.
+1. A lease shows whether the previous holder released the lock. If not, the guard records the starts of all rows that
+   may have been in flight, before the handler is called, and removes each record when the run has ended.
+2. If this process crashes as well, the rows with a record are suspects: one of them is the cause. The guard then holds
+   their handler: no more rows are read until all its rows in flight have ended. Then the suspects run one at a time,
+   alone in the handler and without another suspect in the process, and their starts are counted. When no due suspect
+   is left, the handler resumes, and the guard holds the next handler with suspects. So every suspect gets its turn,
+   however many rows are due.
+3. A suspect that was started ``max_crashes`` times without finishing becomes DEAD and is not started again.
 
-The first crash is not counted, because no start was recorded before. The first counted start was made beside further
-runs, so the start is no proof against a single row: that is why no row becomes DEAD before the row was started alone.
+The first crash is not counted, because no start was recorded before. The first counted start ran alongside other runs
+and so does not prove which row is the cause. That is why no row becomes DEAD before it was started alone.
 
-A record is worthless once the notification was written after the record: the run has ended in some way, or an operator
-has given an order. So a record that could not be removed does no harm.
+A record is ignored once its notification was written later: the run has ended in some way, or an operator has changed
+the row. So a record that could not be removed does no harm.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
 from uuid import UUID
 
-from outboxio.errors import CrashedProcess, NotBegun
+from outboxio.errors import CrashedProcess, HandlerNotStarted
 from outboxio.handlers.options import Delivery
 from outboxio.loops.loop import Signals
 from outboxio.model.lock_name import Slot
@@ -45,13 +45,13 @@ from outboxio.support.log import log_of
 
 logger = log_of(__name__)
 
-LEAST_STARTS = 2  # a start beside further runs, and a start alone
-CLOCKS_DIFFER = timedelta(seconds=1)  # the former holder's clock may have been ahead by so much
-CHECK_AGAIN = 0.05  # seconds until the guard checks again if a suspect of another shard still runs
+LEAST_STARTS = 2  # one alongside other runs, and one alone
+CLOCKS_DIFFER = timedelta(seconds=1)  # by which the clock of the previous holder may have been ahead
+CHECK_AGAIN = 0.05  # seconds until the guard checks again whether a suspect of another shard is still running
 
 
 class Watch:
-    """A slot of which the former holder had not given the lock back."""
+    """A slot whose previous holder did not release the lock."""
 
     __slots__ = ("lease", "left", "queue", "suspects", "until")
 
@@ -59,11 +59,11 @@ class Watch:
         self.lease = cursor.lease
         self.queue = cursor.queue
         self.until = until
-        """The rows that the former holder was running were due by this moment."""
+        """The rows that the previous holder was running were due by this time."""
         self.left = cursor.queue.spec.most_in_flight
-        """How many more starts of rows that are no suspects are recorded."""
+        """How many more starts to record of rows that are not suspects."""
         self.suspects: dict[UUID, int] | None = None
-        """The counted starts of each suspect; ``None`` until the records are read."""
+        """The number of counted starts of each suspect; ``None`` until the records are read."""
 
 
 class PoisonGuard:
@@ -77,7 +77,7 @@ class PoisonGuard:
         max_crashes: int,
         *,
         in_flight: Mapping[UUID, Run],
-        left_behind: Collection[UUID],
+        abandoned: Collection[UUID],
         signals: Signals,
     ) -> None:
         self._namespace = namespace
@@ -85,18 +85,18 @@ class PoisonGuard:
         self._clock = clock
         self._most = max(max_crashes, LEAST_STARTS)
         self._in_flight = in_flight
-        self._left_behind = left_behind
+        self._abandoned = abandoned
         self._signals = signals
         self._alarm = Alarm(signals.find.set)
         self._watches: dict[tuple[str, int], Watch] = {}
         self._lost: dict[tuple[str, int], Watch] = {}
-        """The watches of slots whose locks are lost. A watch goes on if no other process has had the lock meanwhile."""
+        """The watches of slots whose locks were lost, which resume if no other process held the lock in between."""
         self._recorded: dict[UUID, tuple[str, int]] = {}
-        """The records that this process has written and not removed yet, with the slot."""
+        """The records that this process has written and not removed yet, with their slots."""
         self._alone: UUID | None = None
         self._held: HandlerQueue | None = None
-        """The held handler: only suspects of this queue start, one at a time."""
-        self._beginning: dict[UUID, StartedRun] = {}
+        """The queue of the held handler, of which only suspects start, one at a time."""
+        self._starting: dict[UUID, StartedRun] = {}
         self._turn = asyncio.Lock()
         _all_guards().add(self)
 
@@ -107,52 +107,52 @@ class PoisonGuard:
 
     @property
     def alone_in(self) -> HandlerQueue | None:
-        """The queue of which a suspect runs alone now."""
+        """The queue of which a suspect currently runs alone."""
         run = None if self._alone is None else self._in_flight.get(self._alone)
         return None if run is None else run.queue
 
     def taken(self, cursor: HandlerCursor) -> None:
-        """The lock of a slot was taken: watch the rows if the former holder may have died of a row."""
+        """Watch the rows of an acquired slot if one of them may have crashed the previous holder."""
         lease, slot = cursor.lease, cursor.slot
         watch = self._lost.pop(slot, None) or self._watches.get(slot)
         if watch is not None and watch.lease is lease:
-            self._watches[slot] = watch  # no other process had the lock meanwhile
+            self._watches[slot] = watch  # no other process has held the lock since
             cursor.queue.watch(is_watched=True)
             return
         if slot in self._watches:
             self._forget(slot)
         if lease.follows_crash:
-            lease.follows_crash = False  # a single watch is enough, however often the lock is taken again
+            lease.follows_crash = False  # one watch is enough, however often the lock is reacquired
             self._watches[slot] = Watch(cursor, self._clock() + CLOCKS_DIFFER)
             cursor.queue.watch(is_watched=True)
 
     def lost(self, slot: Slot) -> None:
-        """The lock of a slot was lost, or given back: the watch has nothing to do for now."""
+        """Suspend the watch of a slot whose lock was lost or released."""
         if (watch := self._watches.get(slot)) is not None:
             self._lost[slot] = watch
             self._forget(slot)
 
     def leave(self) -> None:
-        """The shard is being left: let go of the suspects, so that no shard of this process waits for them."""
+        """Release the suspects when the shard stops, so that no other shard of this process waits for them."""
         self._alone = self._held = None
         self._alarm.cancel()
 
     def holds(self, queue: HandlerQueue) -> bool:
-        """True if only suspects of this queue may start."""
+        """Return True if only suspects of this queue may start."""
         return queue is self._held or queue is self.alone_in
 
     @property
     def is_holding(self) -> bool:
-        """True if rows wait for a suspect, so that a find round has to follow when a run has ended."""
+        """True if rows wait for a suspect, so that a find round has to follow the end of a run."""
         return self._held is not None
 
     # --- finding -------------------------------------------------------------------------------
 
     def readable(self, cursors: Sequence[HandlerCursor]) -> Sequence[HandlerCursor]:
-        """The cursors that may read: all but the cursors of a held handler that has rows in flight.
+        """Return the cursors that may read: all except those of a held handler that has rows in flight.
 
-        When the held handler has no row in flight, a sweep follows. The suspects lie at the beginning of the index: the
-        suspects were due when the process died, and rows that are due before a suspect end or are put off in time.
+        When the held handler has no row in flight, a sweep follows. The suspects are near the beginning of the index:
+        they were due when the process crashed, and the rows before them end or are postponed in time.
         """
         held = self._held
         if held is None:
@@ -167,15 +167,15 @@ class PoisonGuard:
         return cursors
 
     async def filter_startable(
-        self, asked: Iterable[tuple[HandlerCursor, DueQuery]], rows: Sequence[Notification]
+        self, reads: Iterable[tuple[HandlerCursor, DueQuery]], rows: Sequence[Notification]
     ) -> list[Notification]:
-        """The rows that may start now, of rows that were found due. The rest are found again."""
+        """Return the due rows that may start now. The others are found again later."""
         await self.clear()
         await self._read_suspects()
-        queues = {cursor.slot.handler_name: cursor.queue for cursor, _ in asked}
-        swept = {cursor.slot: cursor.queue for cursor, _ in asked if cursor.sweeps}
+        queues = {cursor.slot.handler_name: cursor.queue for cursor, _ in reads}
+        swept = {cursor.slot: cursor.queue for cursor, _ in reads if cursor.sweeps}
         self._relax(swept, rows)
-        held = self._make_room(
+        held = self._choose_suspect(
             set(swept.values()),
             [row for row in rows if slot_of(row) in swept and self._is_suspect(row) and self._can_start(row)],
         )
@@ -191,7 +191,7 @@ class PoisonGuard:
             return
         await self._repository.remove_ended(
             self._namespace
-        )  # a process may die before the record of an ended run is removed
+        )  # a process may have crashed before it removed the record of a finished run
         found = await self._repository.find(self._namespace, sorted({name for name, _ in unread}))
         for slot in unread:
             if (watch := self._watches.get(slot)) is None:
@@ -199,15 +199,15 @@ class PoisonGuard:
             watch.suspects = {run.notification_id: run.starts for run in found if run.slot == slot}
             if watch.suspects:
                 logger.warning(
-                    "%d runs of handler %s had begun when their process ended, and one of them may be why; each is run "
-                    "alone now", len(watch.suspects), Slot(*slot),
+                    "%d runs of handler %s had started when their process died, and one of them may be the "
+                    "cause; running each of them alone", len(watch.suspects), Slot(*slot),
                     handler=slot[0], partition=slot[1], runs=len(watch.suspects),
                 )  # fmt: skip
 
-    def _make_room(self, swept: Collection[HandlerQueue], suspects: Sequence[Notification]) -> HandlerQueue | None:
-        """The queue of which only a suspect may start, if there is such a queue. Choose the suspect if it can start.
+    def _choose_suspect(self, swept: Collection[HandlerQueue], suspects: Sequence[Notification]) -> HandlerQueue | None:
+        """Choose the suspect to start, if possible. Return the held queue, of which only a suspect may start.
 
-        ``suspects``: the due suspects of the queues that were ``swept``.
+        ``suspects``: the due suspects of the ``swept`` queues.
         """
         if (queue := self.alone_in) is not None:
             return queue
@@ -233,7 +233,7 @@ class PoisonGuard:
         return any(run.queue is queue for run in self._in_flight.values())
 
     def _relax(self, swept: Collection[tuple[str, int]], rows: Iterable[Notification]) -> None:
-        """End the watch of a slot when none of the rows that can have been in flight is left."""
+        """End the watch of a slot when no row is left that may have been in flight."""
         now, earliest = self._clock(), dict[tuple[str, int], datetime]()
         for row in (*rows, *(run.notification for run in self._in_flight.values())):
             slot = slot_of(row)
@@ -253,39 +253,39 @@ class PoisonGuard:
         return watch is not None and bool(watch.suspects) and row.id in (watch.suspects or ())
 
     def _can_start(self, row: Notification) -> bool:
-        return row.id not in self._in_flight and row.id not in self._left_behind
+        return row.id not in self._in_flight and row.id not in self._abandoned
 
     # --- running -------------------------------------------------------------------------------
 
     async def begin(self, run: Run, rows: Iterable[Run]) -> None:
-        """Record the rows of a call before the call begins.
+        """Record the rows of a call before it begins.
 
-        Raises :class:`CrashedProcess` for a suspect that was started too often, and :class:`NotBegun` if the database
-        does not take the record.
+        Raises :class:`CrashedProcess` for a suspect that was started too often, and :class:`HandlerNotStarted` if
+        the database rejects the record.
         """
-        beginning = {row.notification.id: row for row in rows if self._is_to_be_recorded(row)}
-        if not beginning:
+        starting = {row.notification.id: row for row in rows if self._is_to_be_recorded(row)}
+        if not starting:
             return
         counted_from, run.started = run.started, 0.0  # writing the record is not the handler's time
         try:
-            await self._record({i: self._start_of(row) for i, row in beginning.items()})
+            await self._record({i: self._start_of(row) for i, row in starting.items()})
         except CrashedProcess:
             raise
         except Exception as error:
-            raise NotBegun(run.queue.handler.name) from error
-        self._recorded.update((i, slot_of(row.notification)) for i, row in beginning.items())
+            raise HandlerNotStarted(run.queue.handler.name) from error
+        self._recorded.update((i, slot_of(row.notification)) for i, row in starting.items())
         if counted_from:
             run.queue.starts_now(run, asyncio.get_running_loop().time())
 
     def ended(self) -> None:
-        """A call is over. After a suspect's call, the next suspect may start as soon as the outcome is written."""
+        """Settle soon after a call of a suspect, so that the next suspect can start."""
         if self._alone is not None:
             self._signals.settle.set()
 
     async def clear(self) -> None:
         """Remove the records of runs that have ended.
 
-        The record is removed even if the lock was lost meanwhile: the next holder of the lock has counted the record.
+        A record is removed even if the lock was lost in the meantime, because the next holder has counted it.
         """
         ended = [i for i in self._recorded if i not in self._in_flight]
         if not ended:
@@ -314,27 +314,27 @@ class PoisonGuard:
         watch = self._watches[slot_of(notification)]
         starts = (watch.suspects or {}).get(notification.id, 0)
         if starts >= self._most:
-            self._recorded[notification.id] = slot_of(notification)  # so that the record is removed after the run
+            self._recorded[notification.id] = slot_of(notification)  # to remove the record after the run
             raise CrashedProcess(row.queue.handler.name, starts)
         watch.left -= not starts
         return StartedRun(notification.id, notification.handler_name, starts + 1)
 
-    async def _record(self, beginning: Mapping[UUID, StartedRun]) -> None:
-        """Write records. Records that come while a statement is under way are written by the next statement."""
-        group = self._beginning
-        group.update(beginning)
+    async def _record(self, starting: Mapping[UUID, StartedRun]) -> None:
+        """Write records. Records added during a statement are written together by the next one."""
+        group = self._starting
+        group.update(starting)
         async with self._turn:
             if group:
-                self._beginning = {}
+                self._starting = {}
                 await self._repository.record(self._namespace, list(group.values()), self._clock())
                 group.clear()
 
 
 def slot_of(row: Notification) -> tuple[str, int]:
-    """The slot to which a row belongs, as a plain tuple."""
+    """Return the slot of a row as a plain tuple."""
     return row.handler_name, row.partition_number
 
 
 def _all_guards() -> weakref.WeakSet[PoisonGuard]:
-    """The guards of this process: a crash ends all shards, so a suspect runs alone among the suspects of all shards."""
+    """Return the guards of all shards: a crash ends them all, so only one suspect runs in the whole process."""
     return machine.local("poison guards", weakref.WeakSet[PoisonGuard])

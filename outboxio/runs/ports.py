@@ -1,4 +1,4 @@
-"""Ports: the parts of a shard that the dispatcher is made from, and the protocols by which the dispatcher answers."""
+"""Ports: what the dispatcher gets from its shard, and the protocols by which it calls the shard."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from outboxio.support.clock import ShardClock
 
 
 class HandlingSetup(Struct, frozen=True):
-    """The parts of a shard that handling needs and that never change while the shard runs."""
+    """The parts of a shard that handling needs, which do not change while the shard runs."""
 
     database: Database
     handlers: HandlerRegistry
@@ -40,36 +40,36 @@ class WorkNote(Struct, frozen=True, omit_defaults=True):
 
     handler_name: str
     to: str = ""
-    """The process that should read the note; empty for all processes."""
+    """The process to which the note is addressed; empty for all processes."""
     rows: int = 0
-    """In an offer: the rows that wait in the sender for a run."""
+    """In an offer: how many rows of the sender wait for a free run."""
     free: int = 0
-    """In a request, above 0: the rows that the sender could start now."""
+    """In a request, above 0: how many rows the sender could start now."""
     partition: int = 0
-    """In a request: the partition into which the rows should be moved."""
+    """In a request: the partition to move the rows into."""
 
 
 class LockTrust(Protocol):
-    """The lock manager, for dispatch."""
+    """The lock manager, as dispatch uses it."""
 
     def suspect(self, lease: Lease) -> None:
-        """Prove the lock of a lease before the next heartbeat: the database has refused an outcome under this lease."""
+        """Release and reacquire the lock of a lease, because the database rejected an outcome under it."""
 
     def look_for_proof(self) -> None:
-        """Take in a proof that a thread has made while the event loop was blocked."""
+        """Process a proof that a thread has made while the event loop was blocked."""
 
 
 class WakeUps(Protocol):
-    """The shard, for dispatch: the shard wakes the loops of this process and of all processes."""
+    """The shard, as dispatch uses it to wake loops here and in other processes."""
 
     def committed(self) -> None:
-        """Handlers have emitted events, and the events are committed."""
+        """Events that handlers emitted were committed."""
 
     def unblocked(self) -> None:
-        """BLOCKED notifications became due. Another process may hold the lock of the handler."""
+        """BLOCKED notifications became due. Another process may hold their slot."""
 
     def moved(self) -> None:
-        """Notifications became due in a partition of any process, behind the rows that the process has read."""
+        """Notifications became due in a partition of any process, behind its scan position."""
 
     def send_note(self, note: WorkNote) -> None:
         """Send a note to other processes. It may be lost."""
@@ -78,20 +78,20 @@ class WakeUps(Protocol):
 class StuckRows:
     """The ids of the notifications of stuck runs. No run of such a notification starts in this process.
 
-    The object outlives a shard run: a run that is stuck when the outbox is left may still go on when the outbox runs
-    again.
+    The object outlives a shard run, because a run that is stuck when ``running()`` is left may still be active when it
+    is entered again.
     """
 
-    def __init__(self, came_back: Callable[[], None]) -> None:
-        """``came_back`` is called when a stuck run has ended: the rows may run again."""
+    def __init__(self, finished_late: Callable[[], None]) -> None:
+        """``finished_late`` is called when a stuck run has ended, so that its rows may run again."""
         self.ids: set[UUID] = set()
-        self._came_back = came_back
+        self._finished_late = finished_late
 
     def add(self, ids: Iterable[UUID]) -> None:
-        """The run of the rows is stuck."""
+        """Add the rows of a run that is stuck."""
         self.ids.update(ids)
 
     def discard(self, ids: Collection[UUID]) -> None:
-        """The stuck run of the rows has ended."""
+        """Remove the rows of a stuck run that has ended."""
         self.ids.difference_update(ids)
-        self._came_back()
+        self._finished_late()

@@ -1,13 +1,13 @@
-"""Runs: a run is a call of a handler for a notification or a batch, or a call of the hooks of a verdict.
+"""Runs: a run is a call of a handler for a notification or a batch, or a call of the hooks of a DYING row.
 
-Outcomes that the database has refused because the handler's lock was lost before the write (decision 21).
+Refused outcomes: those that the database rejected because the lock was lost before they were written (decision 21).
 
-The runs of refused outcomes have ended, and need not be repeated while the rows are unchanged. Another process may
-have run a row meanwhile, but if that process has settled the row, the row has changed. So when this process holds the
-lock again and finds a row unchanged, the outcome is written under the new term, and the handler is not called. Without
-this, two processes would take turns for ever to run a handler that blocks the event loop, and so loses the lock.
+Their runs have ended, and need not be repeated while the rows are unchanged. Another process may have run a row in
+between, but if it has settled the row, the row has changed. So when this process holds the lock again and finds a row
+unchanged, it writes the outcome under the new term without calling the handler. Otherwise two processes could take
+turns endlessly to run a handler that blocks the event loop, because each of them loses the lock during the run.
 
-``next_retry_at`` shows if a row is unchanged: a retry and an operator's order write a new ``next_retry_at``.
+``next_retry_at`` shows whether a row is unchanged: retries and operations write a new value.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from msgspec import Struct
 
 from outboxio.errors import CancelledByOperator, Unavailable
 from outboxio.model.notification import PENDING, Notification, State
-from outboxio.model.outcome import Lease, Outcome, Verdict
+from outboxio.model.outcome import FinalOutcome, Lease, Outcome
 from outboxio.storage.protocols import Session
 from outboxio.support.log import Fields
 
@@ -33,23 +33,23 @@ if TYPE_CHECKING:
 
 
 class Phase(IntEnum):
-    """How a run that has started is to end. After a phase above OVERDUE the worker takes no further run."""
+    """How a started run is expected to end. After a phase above OVERDUE its worker takes no further run."""
 
     RUNNING = 0
-    """The handler may take its time."""
+    """The handler is within its deadline."""
     OVERDUE = 1
     """The handler was cancelled at its deadline, or by an operator."""
     INTERRUPTED = 2
     """The handler was cancelled because the process shuts down. The run uses up no attempt."""
     STUCK = 3
-    """The handler ignores its cancellation for longer than its grace period. The result of the run is refused."""
+    """The handler has ignored its cancellation for longer than the grace period. Its result is discarded."""
 
 
 RUNNING, OVERDUE, INTERRUPTED, STUCK = Phase.RUNNING, Phase.OVERDUE, Phase.INTERRUPTED, Phase.STUCK
 
 
 class Run(Struct, eq=False, gc=False):
-    """A notification on the way through a handler."""
+    """A notification that a handler processes, from when it was found until it is settled."""
 
     notification: Notification
     queue: HandlerQueue
@@ -57,27 +57,27 @@ class Run(Struct, eq=False, gc=False):
     key: str | None = None
     """The ordering key, if the handler is ordered."""
     started: float = 0.0
-    """When the handler's time began, by the event loop's clock. 0.0 while the handler's time does not count."""
+    """When the timeout of the handler began (event loop time); 0.0 while it does not run."""
     phase: Phase = RUNNING
     cancelled_at: float | None = None
-    """When the handler was cancelled, by the event loop's clock."""
+    """When the handler was cancelled (event loop time)."""
     is_clean: bool = True
-    """False if the handler left context variables behind that the next event would find."""
+    """False if the handler left changed context variables, which the next event would see."""
     has_begun: bool = False
     """True if the start of an at-most-once run is committed: the handler must not be called again."""
     is_settled: bool = False
-    """True if the outcome is committed already, together with the rows that the handler wrote."""
+    """True if the outcome is already committed, together with the rows that the handler wrote."""
     session: Session | None = None
     """The transaction in which the handler works, if the handler is transactional."""
-    verdict: Verdict | None = None
-    """The verdict on the notification, if the hooks of the verdict are owed."""
+    final_outcome: FinalOutcome | None = None
+    """The final outcome of a DYING notification, whose hooks have not been called yet."""
     is_undecodable: bool = False
     """True if the event could not be decoded, so that the handler was not called."""
     task: asyncio.Task[None] | None = None
     unavailable: Unavailable | None = None
-    """The error with which the handler has said that a service is away: the run is made again after a rest."""
+    """The error of a handler whose service is unavailable. The run is repeated once the circuit allows it."""
     cancelled_by: CancelledByOperator | None = None
-    """The error of a run that an operator has cancelled."""
+    """Set if an operator has cancelled the run."""
 
     @property
     def called(self) -> Sequence[Run]:
@@ -91,55 +91,55 @@ class Run(Struct, eq=False, gc=False):
 
     @property
     def log_fields(self) -> Fields:
-        """The fields of a log entry about the run. A run of many rows has only the handler."""
+        """The fields of a log entry about the run."""
         return {**self.notification.log_fields, "handler": self.queue.handler.name}
 
     @property
     def interrupted(self) -> bool:
-        """True if shutdown has cancelled the handler."""
+        """True if the handler was cancelled by the shutdown."""
         return self.phase is INTERRUPTED
 
     @property
     def abandoned(self) -> bool:
-        """True if the run was given up as stuck."""
+        """True if the run was abandoned as stuck."""
         return self.phase is STUCK
 
     def exceed_deadline(self, now: float) -> None:
-        """The handler is cancelled because the time is over."""
+        """Record that the handler is cancelled at its deadline."""
         self.phase, self.cancelled_at = OVERDUE, now
 
     def cancel(self, error: CancelledByOperator, now: float) -> None:
-        """The handler is cancelled by an operator: the run ends as at its deadline, with a different error."""
+        """Record that an operator cancels the handler. The run ends as at its deadline, with a different error."""
         self.exceed_deadline(now)
         self.cancelled_by = error
 
     def interrupt(self) -> None:
-        """The handler is cancelled because the process shuts down."""
+        """Record that the handler is cancelled because the process shuts down."""
         self.phase, self.cancelled_at = INTERRUPTED, 0.0
 
-    def give_up(self) -> None:
-        """The handler ignores the cancellation."""
+    def abandon(self) -> None:
+        """Record that the handler ignores its cancellation."""
         self.phase = STUCK
 
-    def go_on(self) -> None:
-        """The next part of a call begins. The former part exceeded the deadline, or was cancelled."""
+    def resume(self) -> None:
+        """Begin the next part of a call whose previous part was cancelled."""
         self.phase, self.cancelled_at, self.cancelled_by = RUNNING, None, None
 
     def begin_again(self) -> None:
-        """The run waits for a new start, as if no run had been made."""
-        self.go_on()
+        """Reset the run, so that it can start again."""
+        self.resume()
         self.started, self.is_clean = 0.0, True
         self.session = self.task = self.unavailable = None
 
-    def precedes(self, beginning: datetime) -> bool:
-        """True if the event is older than ``beginning`` and no run was made for the notification yet."""
+    def precedes(self, start_date: datetime) -> bool:
+        """Return True if the event is older than ``start_date`` and the notification has had no run yet."""
         notification = self.notification
         is_untouched = notification.state == PENDING and not notification.attempts
-        return is_untouched and notification.context.event_date < beginning
+        return is_untouched and notification.context.event_date < start_date
 
 
 class HookRun(Run, eq=False, gc=False):
-    """A call of the hooks that are owed for a verdict. A hook run takes no worker from the handler's own runs."""
+    """A call of the hooks of a DYING row. It occupies no worker."""
 
 
 class BatchRun(Run, eq=False, kw_only=True, gc=False):
@@ -147,9 +147,9 @@ class BatchRun(Run, eq=False, kw_only=True, gc=False):
 
     remaining: dict[Run, None]
     parts: list[list[Run]]
-    """The rows of the calls that are still to be made. The next call comes last."""
+    """The rows of the remaining calls. The next call comes last."""
     broken: set[str] = msgspec.field(default_factory=set[str])
-    """Ordering keys of which a row has ended without success: the later rows of the key leave the batch untouched."""
+    """Ordering keys of which a row has not succeeded. Later rows of these keys leave the batch unprocessed."""
 
     @classmethod
     def of(cls, rows: list[Run]) -> BatchRun:
@@ -170,32 +170,32 @@ class BatchRun(Run, eq=False, kw_only=True, gc=False):
         return {"handler": self.queue.handler.name, "batch_size": len(self.remaining)}
 
 
-MOST_BYTES = 16 * 2**20  # of all remembered outcomes; the oldest outcome is forgotten first
-BYTES_EACH = 1000  # of an outcome, without the events that the handler emitted
+MOST_BYTES = 16 * 2**20  # of all remembered outcomes; the oldest ones are dropped first
+BYTES_EACH = 1000  # estimate per outcome, without the emitted events
 
 
 class RefusedOutcome(Struct, frozen=True):
-    """An outcome, and the row as after the run."""
+    """A refused outcome, and the values by which its row is recognized as unchanged."""
 
     outcome: Outcome
     term: int | None
-    """The term under which the outcome was refused; ``None`` if the lock was taken anew during the refused write."""
+    """The term under which the outcome was rejected; ``None`` if the lock was reacquired during the write."""
     state: str
     attempts: int
     next_retry_us: int
     size: int
 
     def fits(self, row: Notification) -> bool:
-        """True if the row is unchanged since the run."""
+        """Return True if the row is unchanged since the run."""
         found = (row.state, row.attempts, row.next_retry_us)
         return found == (self.state, self.attempts, self.next_retry_us)
 
     def was_under(self, lease: Lease) -> bool:
-        """True if the outcome was refused under this lease and term, although this process still trusts the lease."""
+        """Return True if the outcome was rejected under this lease and term, which this process still trusts."""
         return self.outcome.lease is lease and self.term == lease.term
 
     def under(self, lease: Lease) -> Outcome:
-        """The outcome, to be written under a newer lease."""
+        """Return the outcome for writing under a newer lease."""
         return msgspec.structs.replace(self.outcome, lease=lease)
 
 
@@ -211,9 +211,9 @@ class RefusedOutcomes:
         return len(self._refused)
 
     def remember(self, run: Run, outcome: Outcome, term: int | None) -> None:
-        """Keep the outcome of a run. ``term``: the term of the lease when the database refused the outcome."""
+        """Keep the outcome of a run. ``term``: the term of the lease when the database rejected the outcome."""
         row = run.notification
-        # An at-most-once run has committed the start: the row is PENDING with an attempt.
+        # An at-most-once run has committed its start: the row is PENDING with one attempt.
         state, attempts = (State.PENDING, 1) if run.has_begun else (row.state, row.attempts)
         self.forget(row.id)
         refused = RefusedOutcome(outcome, term, state, attempts, row.next_retry_us, _size_of(outcome))
@@ -223,7 +223,7 @@ class RefusedOutcomes:
             self.forget(next(iter(self._refused)))
 
     def of(self, row: Notification) -> RefusedOutcome | None:
-        """The outcome to write for a row that was found due; ``None`` if the handler has to be called."""
+        """Return the outcome to write for a due row; ``None`` if the handler has to be called."""
         refused = self._refused.get(row.id)
         if refused is not None and not refused.fits(row):
             self.forget(row.id)

@@ -1,17 +1,17 @@
-"""Shares of the transactions in which handlers, hooks and jobs work.
+"""Divide the transactions of a shard among handlers, hooks and jobs.
 
-A shard has few transactions for these, because each transaction takes a connection that actions need as well. The
-shares keep slow handlers from taking all transactions:
+A shard has few transactions, because each one occupies a connection that actions need as well. The shares keep slow
+handlers from occupying all transactions:
 
-* Each handler and each hook lane has a reserved share, up to half of all transactions in sum. The rest is
-  free for every handler, so a single handler may have all transactions.
+* Each handler and each hook lane has a reserved share, together up to half of all transactions. The rest is
+  available to every handler, so a single handler may use all of them.
 * All jobs together count as one more handler, with a reserved share of a single transaction.
-* Handlers leave a transaction to hooks, and hooks leave half of the transactions to handlers.
-* Where there is a single transaction, as on SQLite, a handler and a hook may share the transaction: the database
+* Handlers always leave one transaction to hooks, and hooks leave half of the transactions to handlers.
+* Where there is a single transaction, as on SQLite, a handler and a hook may share it: the database
   lets the two write in turn.
 
-The dispatcher never waits in here: a run stays in the queue until :meth:`Shares.take` is True, so that the worker
-is free for further handlers. A separate task, as in the inbox, waits in :meth:`Shares.place`.
+The dispatcher never waits here: a run stays in its queue until :meth:`Shares.take` returns True, so that the worker
+is free for other handlers. A separate task, as in the inbox, waits in :meth:`Shares.hold`.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from contextlib import asynccontextmanager, suppress
 class Kind:
     """The transactions of all handlers together, or of all hooks together."""
 
-    __slots__ = ("most", "taken", "unclaimed")
+    __slots__ = ("most", "taken", "unused")
 
     def __init__(self) -> None:
         self.most = 0
         self.taken = 0
-        self.unclaimed = 0
+        self.unused = 0
         """The transactions that are reserved by shares and not taken."""
 
 
-class Claim:
+class TransactionShare:
     """The share of a handler, or of a hook lane, and the transactions that are taken."""
 
-    __slots__ = ("kind", "share", "taken")
+    __slots__ = ("kind", "reserved", "taken")
 
-    def __init__(self, kind: Kind, share: int) -> None:
+    def __init__(self, kind: Kind, reserved: int) -> None:
         self.kind = kind
-        self.share = share
+        self.reserved = reserved
         self.taken = 0
 
 
@@ -57,95 +57,97 @@ class Shares:
         self._handlers.most = max(1, total - both)
         self._hooks.most = max(1, total // 2) if both else total
         self._share = max(1, total // (2 * max(1, handlers)))
-        self._waiting: dict[Claim, deque[asyncio.Future[None]]] = {}
+        self._waiting: dict[TransactionShare, deque[asyncio.Future[None]]] = {}
 
-    def of_handler(self) -> Claim:
-        """The claim of a further handler."""
-        self._handlers.unclaimed += self._share
-        return Claim(self._handlers, self._share)
+    def of_handler(self) -> TransactionShare:
+        """Register a handler, and return its share."""
+        self._handlers.unused += self._share
+        return TransactionShare(self._handlers, self._share)
 
-    def of_jobs(self) -> Claim:
-        """The claim of all jobs."""
-        self._handlers.unclaimed += 1
-        return Claim(self._handlers, 1)
+    def of_jobs(self) -> TransactionShare:
+        """Return the share of all jobs."""
+        self._handlers.unused += 1
+        return TransactionShare(self._handlers, 1)
 
-    def of_hook(self, *, is_expected: bool) -> Claim:
-        """The claim of a further hook lane. Only hooks that are expected have a share."""
-        self._hooks.unclaimed += is_expected
-        return Claim(self._hooks, int(is_expected))
+    def of_hook(self, *, is_expected: bool) -> TransactionShare:
+        """Register a hook lane, and return its share. Only expected hooks have reserved transactions."""
+        self._hooks.unused += is_expected
+        return TransactionShare(self._hooks, int(is_expected))
 
-    def may_take(self, claim: Claim) -> bool:
-        """True if a transaction is free for the claim."""
-        kind, free = claim.kind, self._total - self._taken
+    def may_take(self, share: TransactionShare) -> bool:
+        """Return True if a transaction is available to the share."""
+        kind, free = share.kind, self._total - self._taken
         if not free or kind.taken >= kind.most:
             return False
-        return claim.taken < claim.share or free > self._kept
+        return share.taken < share.reserved or free > self._kept
 
     @property
     def _kept(self) -> int:
-        """The transactions that are kept for claims below the share. All hooks together keep a single transaction."""
-        return min(self._handlers.unclaimed + min(self._hooks.unclaimed, 1), self._half)
+        """The transactions kept for shares that use less than their reserve. All hooks together keep one."""
+        return min(self._handlers.unused + min(self._hooks.unused, 1), self._half)
 
-    def take(self, claim: Claim) -> bool:
-        """Take a transaction; False if none is free for the claim."""
-        if not self.may_take(claim):
+    def take(self, share: TransactionShare) -> bool:
+        """Take a transaction; return False if none is available to the share."""
+        if not self.may_take(share):
             return False
-        kind = claim.kind
-        kind.unclaimed -= claim.taken < claim.share
-        claim.taken += 1
+        kind = share.kind
+        kind.unused -= share.taken < share.reserved
+        share.taken += 1
         kind.taken += 1
         self._taken += 1
         return True
 
-    def give_back(self, claim: Claim) -> None:
-        """Give a transaction back. A task that waits for a transaction gets the transaction at once."""
-        kind = claim.kind
-        claim.taken -= 1
+    def release(self, share: TransactionShare) -> None:
+        """Release a transaction, and pass it to a waiting task if there is one."""
+        kind = share.kind
+        share.taken -= 1
         kind.taken -= 1
-        kind.unclaimed += claim.taken < claim.share
+        kind.unused += share.taken < share.reserved
         self._taken -= 1
         self._admit()
 
     # --- waiting -------------------------------------------------------------------------------
 
     @asynccontextmanager
-    async def place(self, claim: Claim) -> AsyncGenerator[None]:
-        """Hold a transaction for a while. Waiting tasks take turns, claim by claim."""
-        if claim in self._waiting or not self.take(claim):
-            await self._wait(claim)
+    async def hold(self, share: TransactionShare) -> AsyncGenerator[None]:
+        """Hold a transaction inside the ``async with`` block. Waiting tasks take turns, share by share."""
+        if share in self._waiting or not self.take(share):
+            await self._wait(share)
         try:
             yield
         finally:
-            self.give_back(claim)
+            self.release(share)
 
-    async def _wait(self, claim: Claim) -> None:
+    async def _wait(self, share: TransactionShare) -> None:
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(claim, deque()).append(waiter)
+        self._waiting.setdefault(share, deque()).append(waiter)
         try:
             await waiter
         except BaseException:
             if waiter.done() and not waiter.cancelled():
-                self.give_back(claim)  # the task was served, and cancelled before going on
+                self.release(share)  # the task got the transaction, and was cancelled before it resumed
             else:
-                self._stop_waiting(claim, waiter)
+                self._stop_waiting(share, waiter)
             raise
 
-    def _stop_waiting(self, claim: Claim, waiter: asyncio.Future[None]) -> None:
-        tasks = self._waiting.get(claim)
+    def _stop_waiting(self, share: TransactionShare, waiter: asyncio.Future[None]) -> None:
+        tasks = self._waiting.get(share)
         if tasks is not None:
             with suppress(ValueError):
                 tasks.remove(waiter)
             if not tasks:
-                del self._waiting[claim]
+                del self._waiting[share]
 
     def _admit(self) -> None:
-        """Give free transactions to the tasks that wait."""
-        for claim in list(self._waiting):
-            tasks = self._waiting[claim]
+        """Pass available transactions to waiting tasks."""
+        for share in list(self._waiting):
+            tasks = self._waiting[share]
             while tasks and (tasks[0].done() or tasks[0].get_loop().is_closed()):
                 tasks.popleft()
-            if tasks and self.take(claim):
+            if tasks and self.take(share):
                 tasks.popleft().set_result(None)
-                self._waiting[claim] = self._waiting.pop(claim)  # all claims come before the next task of this claim
+                self._waiting[share] = self._waiting.pop(
+                    share
+                )  # all other shares come before the next task of this one
             if not tasks:
-                del self._waiting[claim]
+                del self._waiting[share]

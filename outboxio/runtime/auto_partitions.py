@@ -1,13 +1,14 @@
-"""Automatic partitions: a handler whose due rows wait is shared among the processes that have it.
+"""Automatic partitions: a handler that cannot keep up is shared among the processes that have it.
 
-A handler with ``partitions="auto"`` starts whole: one process runs it, with one lock. The owner of partition 0 raises
-the number of partitions after ready rows of the handler have waited for over a second, again and again for
-``settings.spread_after``. What waits is known from memory, so a handler that keeps up costs no statement. Only then the
-owner reads which processes have the handler (``instance_reports``), and chooses four partitions for each process.
+A handler with ``partitions="auto"`` starts with one partition, which one process runs. The owner of partition 0 raises
+the partition count after ready rows of the handler have repeatedly waited for over a second, for as long as
+``settings.spread_after``. Waiting rows are counted in memory, so a handler that keeps up costs no statement. Only when
+the count is raised, the owner reads which processes have the handler (``instance_reports``), and chooses four
+partitions per process.
 
-The number falls to 1 after a day in which no row waited. ``handler_partitions.waited_date`` keeps the time of the last
-wait over restarts: each owner writes it at most once an hour. So the number rises with the load, stays over
-deployments, and does not oscillate. An operator's number stands until ``admin.partitions(handler, "auto")``.
+The count falls to 1 after a day in which no row waited. ``handler_partitions.waited_date`` keeps the time of the last
+wait across restarts; each owner writes it at most once an hour. So the count rises with the load, survives
+deployments, and does not oscillate. A count set by an operator stays until ``admin.partitions(handler, "auto")``.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from outboxio.support.log import log_of
 
 logger = log_of(__name__)
 
-LONGEST_WAIT = timedelta(seconds=1)  # of a ready row: a handler with rows that wait longer does not keep up
-LONGEST_GAP = timedelta(seconds=3)  # between two looks that found rows waiting, to count as one time
-PER_PROCESS = 4  # partitions, so that processes that come and go get even shares
+LONGEST_WAIT = timedelta(seconds=1)  # a handler whose ready rows wait longer does not keep up
+LONGEST_GAP = timedelta(seconds=3)  # between two checks that found waiting rows, for them to count as one period
+PER_PROCESS = 4  # partitions, for even shares when processes come and go
 NOTED_EVERY = timedelta(hours=1)
-FALLS_AFTER = timedelta(days=1)  # without a row that waited
+FALLS_AFTER = timedelta(days=1)  # without waiting rows
 MAX_AGE_OF_REPORTS = timedelta(minutes=5)
 
 
@@ -42,10 +43,10 @@ class HandlersOfProcess(msgspec.Struct):
 
 
 class AutoPartitions:
-    """Chooses the numbers of partitions of the handlers of a shard, as far as the choice is left to outboxio."""
+    """Chooses the partition counts of the handlers of a shard that have automatic partitions."""
 
     def __init__(self, setup: HandlingSetup, dispatcher: Dispatcher, changed: Callable[[], None]) -> None:
-        """``changed``: notifies all processes that a number has changed."""
+        """``changed``: notifies all processes that a partition count has changed."""
         self._setup = setup
         self._dispatcher = dispatcher
         self._changed = changed
@@ -55,7 +56,7 @@ class AutoPartitions:
         self._has_warned = False
 
     async def look(self, counts: Mapping[str, PartitionCount]) -> None:
-        """Raise and lower numbers, if that is due. Call this about once a second with the present numbers."""
+        """Raise or lower partition counts, if due. Call this about once a second with the current counts."""
         partitions = self._setup.database.partitions
         if partitions is None:
             return
@@ -71,7 +72,7 @@ class AutoPartitions:
                 await self._note_or_lower(partitions, count, count.waited_date, now)
 
     async def _follow_code(self, partitions: PartitionTables, counts: Mapping[str, PartitionCount]) -> None:
-        """A number in code takes the place of a larger automatic number; ``Declarations`` raise a smaller one."""
+        """Replace a larger automatic count by the count in code; ``Declarations`` raises a smaller one."""
         for handler in self._setup.handlers:
             count, number = counts.get(handler.name), handler.options.declared_partitions
             is_automatic = count is not None and count.is_automatic and number <= count.number
@@ -82,7 +83,7 @@ class AutoPartitions:
     def _waiting_long_enough(
         self, waiting: Collection[str], counts: Mapping[str, PartitionCount], now: datetime
     ) -> list[str]:
-        """The handlers whose rows have been waiting for ``spread_after``. ``waiting``: those with such rows now."""
+        """Return the handlers whose rows have waited for ``spread_after``. ``waiting``: those with waiting rows."""
         for name in waiting:
             since, last = self._waiting.get(name, (now, now))
             self._waiting[name] = (since if now - last <= LONGEST_GAP else now, now)
@@ -107,23 +108,26 @@ class AutoPartitions:
         if processes < 2:
             return
         others = sum(one.number for key, one in counts.items() if key != name and one.is_automatic and one.number > 1)
-        room = await setup.database.lock_room()
-        number = number_for(processes, self._most[name], None if room is None else room // SHARE_OF_AUTOMATIC - others)
+        capacity = await setup.database.lock_capacity()
+        number = number_for(
+            processes, self._most[name], None if capacity is None else capacity // SHARE_OF_AUTOMATIC - others
+        )
         if number <= present:
             if number < number_for(processes, self._most[name], None) and not self._has_warned:
                 self._has_warned = True
                 logger.warning(
-                    "handler %r stays at %d partitions: all automatic partitions together have an eighth of the %d "
-                    "locks of the server; raise max_locks_per_transaction", name, present, room, handler=name,
+                    "handler %r stays at %d partitions: automatic partitions may use at most an eighth of the "
+                    "%d locks of the server; raise max_locks_per_transaction", name, present, capacity, handler=name,
                 )  # fmt: skip
             return
-        if name in await partitions.names_of_older(setup.namespace, now - OLDER_FOR):
+        if name in await partitions.names_of_older_versions(setup.namespace, now - OLDER_FOR):
             return
         if await partitions.set_automatic(
             setup.namespace, lease, number, expected=present, waited_before=datetime.max, now=now
         ):
             logger.info(
-                "handler %r: %d partitions from now on, for %d processes: its notifications have been waiting for %d s",
+                "handler %r: increased to %d partitions for %d processes, because its notifications have been "
+                "waiting for %d s",
                 name, number, processes, setup.settings.spread_after.total_seconds(), handler=name, partitions=number,
             )  # fmt: skip
             self._changed()
@@ -131,7 +135,7 @@ class AutoPartitions:
     async def _note_or_lower(
         self, partitions: PartitionTables, count: PartitionCount, waited: datetime, now: datetime
     ) -> None:
-        """Write that rows have waited, or lower the number after a day without such rows."""
+        """Record that rows have waited, or lower the count after a day without waiting rows."""
         name, lease = count.handler_name, self._dispatcher.first_lease(count.handler_name)
         if name in self._waiting:
             if waited < now - NOTED_EVERY:
@@ -144,16 +148,16 @@ class AutoPartitions:
             self._setup.namespace, lease, 1, expected=count.number, waited_before=before, now=now
         ):
             logger.info(
-                "handler %r: 1 partition from now on, because no notification has waited for a day", name,
+                "handler %r: reduced to 1 partition, because no notification has had to wait for a day", name,
                 handler=name, partitions=1,
             )  # fmt: skip
             self._changed()
 
 
-def number_for(processes: int, most: int, room: int | None) -> int:
-    """The number of partitions for so many processes: a power of two, 4 for each process or the next larger.
+def number_for(processes: int, most: int, capacity: int | None) -> int:
+    """Return the partition count for a number of processes: 4 per process, rounded up to a power of two.
 
-    ``most``: of the handler. ``room``: the locks that are left; ``None`` without such a limit.
+    ``most``: the limit of the handler. ``capacity``: the locks that are left, or ``None`` without such a limit.
 
     Example::
 
@@ -161,18 +165,18 @@ def number_for(processes: int, most: int, room: int | None) -> int:
     """
     if processes < 2:
         return 1
-    wanted = min(PER_PROCESS * processes, most)
+    needed = min(PER_PROCESS * processes, most)
     number = 1
-    while number < wanted:
+    while number < needed:
         number *= 2
-    limit = most if room is None else min(most, max(1, room))
+    limit = most if capacity is None else min(most, max(1, capacity))
     while number > limit:
         number //= 2
     return number
 
 
 def _processes_with(name: str, reports: Collection[InstanceReport], now: datetime, present_for: timedelta) -> int:
-    """The number of live processes that run a handler and have been there for a while; this process is one."""
+    """Return how many live processes have run a handler for some time, including this process."""
     long_ago = now - present_for
     return sum(
         report.is_alive(now)
@@ -183,6 +187,6 @@ def _processes_with(name: str, reports: Collection[InstanceReport], now: datetim
 
 
 def _most_partitions(handler: Handler, setup: HandlingSetup) -> int:
-    """The largest number that may be chosen. Strict priority holds within a process."""
-    types = {one.event_type for one in setup.handlers.wanted_by(handler)}
+    """Return the largest count that may be chosen: 1 with strict priority, which only holds within a process."""
+    types = {one.event_type for one in setup.handlers.subscriptions_of(handler)}
     return 1 if types & setup.handlers.strict_types() else handler.options.most_partitions

@@ -30,24 +30,25 @@ class Bootstrapping:
         shard: str | None = None,
         again: bool = False,
     ) -> Operation:
-        """Give a handler an event for each row that exists, beside writers. Returns the recorded operation.
+        """Send a handler one event per existing row, while other transactions write. Returns the recorded operation.
 
         ``handler``: the name of a handler or relay that is registered here; no other handler gets the events.
         ``rows`` is an async function of ``(tx, after, limit)``: it returns up to ``limit`` rows with a key greater than
-        ``after`` (``None`` at first), in the order of the key, and locks them in share mode (``FOR SHARE``; SQLite
+        ``after`` (``None`` at first), ordered by the key, and locks them in share mode (``FOR SHARE``; SQLite
         needs no lock). ``key`` is a unique column, or several: then ``after`` is a tuple. ``to_event`` returns the
-        event of a row, a :class:`Snapshot`, or ``None`` to leave the row out.
+        event of a row, a :class:`Snapshot`, or ``None`` to skip the row.
 
-        Each chunk of up to ``chunk`` rows is a transaction that also writes the position. So a call after a crash, an
-        error or ``admin.stop`` continues there. Of several calls one works, and the others wait for it. After the end,
-        a call returns the finished operation and emits nothing; ``again=True`` starts from the beginning. Waits while
-        the handler has 5,000 unfinished notifications. A change that commits after a chunk has read its row comes
-        after the row's event, also in an ordered handler.
+        Each chunk of up to ``chunk`` rows is a transaction that also writes the position, so a call after a crash, an
+        error or ``admin.stop`` resumes there. Of several concurrent calls, one does the work and the others wait for
+        it. Once the bootstrap has finished, a call returns the finished operation and emits nothing; ``again=True``
+        starts over. Waits while the handler has 5,000 unfinished notifications. The events of a change that commits
+        after a chunk has read its row follow the row's event, also in an ordered handler.
 
         Raises :class:`UnknownHandler`, :class:`ConfigurationError` for rows out of order, for a key column that is
         missing, NULL or of a type that the position cannot hold, and for an event that the handler does not handle,
-        :class:`InvalidEvent` for an event that cannot be stored, and the errors of ``rows`` and ``to_event``. Nothing
-        of the chunk is written then, and the operation is FAILED. Raises :class:`WaitsForItself` inside a transaction.
+        :class:`InvalidEvent` for an event that cannot be stored, and the errors of ``rows`` and ``to_event``. In these
+        cases nothing of the chunk is written, and the operation is FAILED. Raises :class:`SelfDeadlock` inside a
+        transaction.
 
         Example::
 
@@ -58,8 +59,8 @@ class Bootstrapping:
             await outbox.bootstrap("order-view", rows, lambda row: OrderChanged(row["id"], row["state"]), key="id")
         """
         refuse_in_transaction(self, "outbox.bootstrap()", "call it outside of transactions: each chunk is one")
-        from outboxio.operations.bootstrapping import Bootstrap, given_call
+        from outboxio.operations.bootstrapping import Bootstrap, checked_call
 
         admin: Admin = self.admin
-        call = given_call(handler, rows, to_event, key, chunk, again)
+        call = checked_call(handler, rows, to_event, key, chunk, again)
         return await Bootstrap(admin, self.executor, call, shard).run()

@@ -1,9 +1,8 @@
-"""Draining: work until no notification is due, in this process or in the process that holds the locks.
+"""Draining: work until no notification is due, here or in the process that holds the locks.
 
-A drain does rounds of fan-out and dispatch until a pass finds no rows. Beside ``running()`` the loops go on meanwhile.
-Without ``running()`` the drain makes a shard run of its own, and four loops of that run go on beside the rounds,
-because a handler may take long: the loops that prove the locks, announce the handlers, write outcomes (decision 27),
-and write the runs of each minute.
+A drain does rounds of fan-out and dispatch until a pass finds no rows. Inside ``running()`` the loops keep running.
+Otherwise the drain starts its own shard run. Because a handler may take long, four loops of that run work alongside the
+rounds: they prove the locks, announce the handlers, write outcomes (decision 8) and write the runs of each minute.
 """
 
 from __future__ import annotations
@@ -12,24 +11,24 @@ import asyncio
 from copy import copy
 
 from outboxio.errors import DrainTimeout
-from outboxio.loops.flood import end_floods
-from outboxio.loops.standstill import witnessed
+from outboxio.loops.blocked_loop import observed
+from outboxio.loops.log_limiter import flush_limiters
 from outboxio.runtime.environment import Drained, Roles
 from outboxio.runtime.lock_manager import standby_pause
 from outboxio.runtime.shard import ShardRuntime
 from outboxio.runtime.shard_run import ShardRun
 from outboxio.statistics.figures import Counters
 from outboxio.storage.unavailable import as_unavailable
-from outboxio.support.aio import to_the_end
+from outboxio.support.aio import run_to_completion
 from outboxio.support.log import shared_fields
 
-_SHARE_OF_LOOKS = 4  # between two questions to the database a drain waits for 4 times the duration of a question
+_PAUSE_FACTOR = 4  # a drain waits 4 times as long between two queries as a query takes
 
 
 async def drain_shard(shard: ShardRuntime, deadline: float) -> Drained:
     """Drain a shard.
 
-    Raises :class:`DrainTimeout` after ``deadline``, a moment of the event loop's clock, and
+    Raises :class:`DrainTimeout` after ``deadline`` (event loop time), and
     :class:`DatabaseUnavailable` for temporary errors of the database.
     """
     run, beside_loops = shard.work, shard.work is not None
@@ -52,19 +51,19 @@ async def drain_shard(shard: ShardRuntime, deadline: float) -> Drained:
     finally:
         if not beside_loops:
             shard.work = None
-            await to_the_end(run.abandon())
-        end_floods()
+            await run_to_completion(run.abandon())
+        flush_limiters()
     return Drained(*(now - then for now, then in zip(_totals(run), before, strict=True)))
 
 
 def _totals(run: ShardRun) -> tuple[int, ...]:
-    """The numbers of :class:`Drained`, of the shard run so far."""
+    """Return the values of :class:`Drained` for the shard run so far."""
     counters = run.counters
     return run.fanout.events, counters.succeeded, counters.failed, counters.expired, counters.dead
 
 
 async def _drain_alone(run: ShardRun) -> None:
-    run.dispatcher.caller.home = asyncio.current_task()
+    run.dispatcher.caller.shard_task = asyncio.current_task()
     await run.announce()
     await run.locks.run_once()
     problem: Exception | None = None
@@ -73,7 +72,7 @@ async def _drain_alone(run: ShardRun) -> None:
         for loop in helpers:
             group.create_task(loop.run(), name=f"outboxio {loop.name}")
         try:
-            with witnessed(run.dispatcher.running, run.stood_still):
+            with observed(run.dispatcher.running, run.was_blocked):
                 await _drain_all(run)
         except Exception as error:
             problem = error  # raised after the group, so that the caller gets no ExceptionGroup
@@ -90,32 +89,32 @@ async def _drain_beside_loops(run: ShardRun) -> None:
     except Exception:
         if not run.is_leaving:
             raise
-        # The outbox is left, and the connections of the loops are closed. The drain ends without an error.
+        # The outbox is shutting down and the connections of the loops are closed: end without an error.
 
 
 async def _drain_all(run: ShardRun) -> None:
     time, has_swept, is_confirmed = asyncio.get_running_loop().time, False, False
     while not run.is_leaving:
         if not run.dispatcher.knows_pauses:
-            await run.announce()  # no row starts until the pauses are known
+            await run.announce()  # no row starts before the pauses are known
         before = _progress(run)
         if await _drain_pass(run) or run.dispatcher.flush():
             has_swept = is_confirmed = False
             continue
         if not has_swept and _sweep_soon(run):
-            has_swept = True  # a drain ends with a sweep, so that no row is left behind the scan positions
+            has_swept = True  # ends with a sweep, so that no row behind a scan position is missed
             continue
         has_swept = False
         began = time()
         if await _is_due_elsewhere(run):
             is_confirmed = False
-            await asyncio.sleep(max(standby_pause() / 4, _SHARE_OF_LOOKS * (time() - began)))
+            await asyncio.sleep(max(standby_pause() / 4, _PAUSE_FACTOR * (time() - began)))
         elif _progress(run) == before:
             if is_confirmed or not _lacks_fanout(run):
                 await run.housekeeping.run_once()
                 return
-            # Between the look for rows and the answer that all events are fanned out, the process that fans out may
-            # have made rows. So everything is looked at once more.
+            # The process that fans out may have created rows after this process last read the due rows. So everything
+            # is checked once more.
             is_confirmed = True
 
 
@@ -127,20 +126,20 @@ async def _drain_pass(run: ShardRun) -> bool:
 
 
 def _sweep_soon(run: ShardRun) -> bool:
-    """Make the next round of each read from the beginning. True if any of the last rounds did not."""
-    put_off = [run.fanout.sweep_soon(), run.dispatcher.sweep_soon()]
-    return any(put_off)
+    """Make the next rounds read from the beginning of the index. True if a last round did not."""
+    owed = [run.fanout.sweep_soon(), run.dispatcher.sweep_soon()]
+    return any(owed)
 
 
 def _progress(run: ShardRun) -> tuple[int, Counters, int]:
-    """The work so far, here and in the loops. A new lock counts, because rows may wait for the lock."""
+    """Return a measure of the work done so far. A new lock counts, because rows may have waited for it."""
     return run.fanout.events, copy(run.counters), run.locks.gains
 
 
 async def _is_due_elsewhere(run: ShardRun) -> bool:
     """True if rows wait for a lock that this process does not hold, or has to prove again."""
-    shard, lacking = run.shard, run.locks.not_held
-    slots = [name.slot for name in lacking if name.role == "dispatch"]
+    shard, missing = run.shard, run.locks.not_held
+    slots = [name.slot for name in missing if name.role == "dispatch"]
     database, namespace, now = shard.database, shard.environment.namespace, shard.clock()
     if slots and await database.stored_notifications.any_due(namespace, now, slots):
         return True
@@ -150,5 +149,5 @@ async def _is_due_elsewhere(run: ShardRun) -> bool:
 
 
 def _lacks_fanout(run: ShardRun) -> bool:
-    """True if the events are fanned out by a different process."""
+    """True if another process fans out the events."""
     return any(name.role == "fanout" for name in run.locks.not_held)

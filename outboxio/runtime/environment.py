@@ -1,7 +1,6 @@
 """The parts of an outbox that all shards share, and the roles of a process.
 
-:class:`OwnConnections` makes a session over a connection that the application has open, for ``Outbox.record`` and the
-inbox.
+:class:`OwnConnections` wraps an open connection of the caller in a session, for ``Outbox.record`` and the inbox.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from outboxio.telemetry.protocol import TelemetryChoice
 
 
 class Roles(Struct, frozen=True):
-    """The work that a process does in ``running()``."""
+    """The kinds of work that a process does in ``running()``."""
 
     fanout: bool
     handling: bool
@@ -63,7 +62,7 @@ class Environment(Struct, frozen=True, kw_only=True):
 
     @property
     def names(self) -> Iterator[str]:
-        """The names in code that go into the tables."""
+        """The names from your code that are stored in the tables."""
         yield self.namespace
         yield from self.jobs
         for one in self.handlers.subscriptions():
@@ -85,53 +84,53 @@ class Environment(Struct, frozen=True, kw_only=True):
 
     @property
     def jobs_lock(self) -> LockName:
-        """The lock that processes with the same jobs share."""
+        """The lock for which processes with the same jobs compete."""
         names = "\0".join(sorted(self.jobs)).encode()
         return LockName(self.namespace, "jobs", sha256(names).hexdigest()[:16])
 
     @property
     def may_share(self) -> bool:
-        """True if the code asks for sharing handlers among processes. An operator may ask for sharing later."""
+        """True if the code shares handlers among processes. An operator may enable sharing later."""
         return self.settings.balance == "all" or any(
             handler.options.declared_partitions > 1 for handler in self.handlers
         )
 
     @property
     def longest_block(self) -> float:
-        """The seconds for which the event loop may stand still and keep the locks: as long as a handler may run."""
+        """For how many seconds a blocked event loop keeps the locks: as long as a handler may run."""
         timeouts = [handler.options.timeout or self.settings.handler_timeout for handler in self.handlers]
         longest: timedelta = max(timeouts, default=self.settings.handler_timeout)
         return max(longest, self.settings.lock_heartbeat).total_seconds()
 
 
 class OwnConnections:
-    """Makes sessions of connections that the application has opened, and closes no connection."""
+    """Wraps connections of the caller in sessions. It never closes a connection."""
 
     def __init__(self, guard: EventLoopGuard) -> None:
         self._guard = guard
 
     async def session_on(self, target: WritableShard, connection: Any) -> Session:
-        """A session in the transaction that is open on the connection. See ``Outbox.record`` for the errors."""
+        """Return a session in the open transaction of the connection. See ``Outbox.record`` for the errors."""
         self._guard.enter()
         driver = await _unwrap_sqlalchemy(connection)
         session = target.database.wrap(driver)
         if session is None:
-            given = f"{type(connection).__module__}.{type(connection).__qualname__}"
+            found = f"{type(connection).__module__}.{type(connection).__qualname__}"
             if driver is not connection:
-                given += f" over {type(driver).__module__.partition('.')[0]}"
+                found += f" over {type(driver).__module__.partition('.')[0]}"
             raise ConfigurationError(
-                f"record() was given {given}, but shard {target.database.name!r} is a {target.database.dialect} "
-                "database; give a connection of its driver (asyncpg, psycopg.AsyncConnection, aiomysql, asyncmy, "
+                f"record() was given {found}, but shard {target.database.name!r} is a {target.database.dialect} "
+                "database; pass a connection of its driver (asyncpg, psycopg.AsyncConnection, aiomysql, asyncmy, "
                 "aiosqlite or sqlite3)"
             )
         if not session.in_transaction():
             raise NoTransaction(connection)
-        await target.database.require_own(driver)
+        await target.database.require_same_database(driver)
         return session
 
 
 async def _unwrap_sqlalchemy(connection: Any) -> Any:
-    """The driver's connection inside a SQLAlchemy session or connection; any other object unchanged."""
+    """Return the driver connection of a SQLAlchemy session or connection; any other object unchanged."""
     if is_of_sqlalchemy(connection):
         from outboxio.integrations.sqlalchemy import driver_connection
 
@@ -139,6 +138,6 @@ async def _unwrap_sqlalchemy(connection: Any) -> Any:
     return connection
 
 
-def is_of_sqlalchemy(given: Any) -> bool:
-    """True for an object of SQLAlchemy, which need not be installed."""
-    return type(given).__module__.startswith("sqlalchemy.") or hasattr(given, "sync_session")
+def is_of_sqlalchemy(target: Any) -> bool:
+    """Return True for an object of SQLAlchemy, which need not be installed."""
+    return type(target).__module__.startswith("sqlalchemy.") or hasattr(target, "sync_session")

@@ -1,7 +1,7 @@
-"""Following operators: each process reads about once a second what operators have decided, and applies it.
+"""Each process reads the decisions of operators about once a second, and applies them.
 
-One statement reads the pauses and the numbers of partitions. While notifications are in flight, it also reads whether
-an operator wants a run cancelled (decision 79), so neither an idle process nor an event costs a statement more.
+A single statement reads the pauses and the partition counts. While notifications are in flight, it also reads whether
+an operator has cancelled a run (decision 79), so cancellation costs no additional statement.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from outboxio.support.codec import is_list
 if TYPE_CHECKING:
     from outboxio.runtime.shard_run import ShardRun
 
-WITHIN = 0.9  # seconds between two reads in a process with runs, if no wake-up reaches the process
-_SOON = 0.1  # seconds until the next look at a run that was cancelled
+WITHIN = 0.9  # seconds between two reads in a process with runs, if the process gets no wake-ups
+_SOON = 0.1  # seconds until a cancelled run is checked again
 _VALID = timedelta(seconds=10)
-"""An operation to cancel a run is ignored later, because a new run may be in progress by then."""
+"""A cancel operation is ignored when it is older, because a new run may be in progress by then."""
 _ANY_TIME = datetime(9999, 1, 1)
 
 
@@ -55,20 +55,20 @@ class Following:
         await run.announcer.announce_if_due()
         if not self._handling:
             return NOTHING
-        dispatcher.heed_beginnings(run.announcer.beginnings)
+        dispatcher.apply_start_dates(run.announcer.start_dates)
         await self._declarations.make()
         has_rows = bool(self._rows)
-        orders = await self._database.subscriptions.orders(self._namespace, cancels=has_rows)
-        dispatcher.heed_pauses(orders.pauses)
-        counts = {count.handler_name: count for count in orders.partitions}
-        dispatcher.heed_partitions(counts)
-        run.housekeeping.heed_partitions(orders.partitions)
-        run.membership.heed(self._handlers.names_to_run, counts)
+        control = await self._database.subscriptions.control_state(self._namespace, cancels=has_rows)
+        dispatcher.apply_pauses(control.pauses)
+        counts = {count.handler_name: count for count in control.partitions}
+        dispatcher.apply_partition_counts(counts)
+        run.housekeeping.apply_partition_counts(control.partitions)
+        run.membership.apply(self._handlers.names_to_run, counts)
         dispatcher.transfers.offer()
         await self._auto.look(counts)
         if not (has_rows or self._cancelling.cancelled):
             return NOTHING
-        if (orders.has_cancels or self._cancelling.cancelled) and await self._cancelling.look():
+        if (control.has_cancels or self._cancelling.cancelled) and await self._cancelling.look():
             return RoundResult(0, again_in=_SOON)
         return NOTHING if self._is_woken else RoundResult(0, again_in=WITHIN)
 
@@ -84,24 +84,24 @@ class Cancelling:
         self._clock = shard.clock
         self._dispatcher = run.dispatcher
         self.cancelled: dict[UUID, tuple[Operation, Run, Sequence[Run]]] = {}
-        """By operation: the run and its rows. The result is not recorded yet."""
+        """By operation: the cancelled run and its rows, until the result is recorded."""
 
     async def look(self) -> bool:
-        """Cancel the runs that operators want cancelled. True if a further look soon has work to do."""
-        puts_off = False
+        """Cancel runs as requested by operators. Return True if this should be called again soon."""
+        is_postponed = False
         for operation in await self._operations.running(self._namespace, "cancel", self._clock() - _VALID):
             if operation.id not in self.cancelled:
-                puts_off |= await self._begin(operation)
+                is_postponed |= await self._begin(operation)
         for operation, run, rows in list(self.cancelled.values()):
             if any(self._dispatcher.rows.get(row.notification.id) is row for row in rows):
-                continue  # the run goes on, or its outcome is not written yet
-            self.cancelled.pop(operation.id, None)  # an error below is not repeated in each round
+                continue  # the run is active, or its outcome is not written yet
+            self.cancelled.pop(operation.id, None)  # so that an error below is not repeated in each round
             if await self._take(operation):
                 await self._finish(operation, run, rows)
-        return puts_off or bool(self.cancelled)
+        return is_postponed or bool(self.cancelled)
 
     async def _begin(self, operation: Operation) -> bool:
-        """Cancel the run of an operation, if this process has it. True if the run cannot be cancelled right now."""
+        """Cancel the run of an operation, if it is in this process. True if it cannot be cancelled right now."""
         found = self._dispatcher.cancel(_id_in(operation), CancelledByOperator(operation.actor, operation.reason))
         if isinstance(found, Run):
             if found.cancelled_by is None:

@@ -1,6 +1,6 @@
 """The lifecycle of an outbox: entering and leaving ``running()``, draining, closing.
 
-The lifespan of a web application: the outbox runs for as long as the application runs.
+The lifespan of a web application runs the outbox for as long as the application runs.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from outboxio.actions.executor import refuse_in_handler, refuse_in_transaction
 from outboxio.errors import OutboxError, RegistrationError
 from outboxio.handlers.finding_hooks import FindingHook
 from outboxio.handlers.handler import Handler
-from outboxio.loops.flood import end_floods
+from outboxio.loops.log_limiter import flush_limiters
 from outboxio.loops.owner import EventLoopGuard
 from outboxio.model.envelope import handler_around
 from outboxio.runtime.environment import Drained, Roles
 from outboxio.runtime.running import Leave, Running
 from outboxio.runtime.shard import ShardRuntime
-from outboxio.support.aio import to_the_end
+from outboxio.support.aio import run_to_completion
 from outboxio.support.duration import parse_duration
 from outboxio.support.log import log_of, type_name
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 logger = log_of(__name__)
 
-_FOR_EVER = timedelta(days=36_500)
+_NO_LIMIT = timedelta(days=36_500)
 
 
 class Closes(Protocol):
@@ -47,7 +47,7 @@ class Lifecycle:
         self, outbox: object, shards: Mapping[str, ShardRuntime], parts: Sequence[Closes], guard: EventLoopGuard,
         hooks: Mapping[str, FindingHook],
     ) -> None:  # fmt: skip
-        """``outbox``: recognises a call inside a handler or a transaction. ``parts``: closed before the shards."""
+        """``outbox``: used to detect calls inside a handler or transaction. ``parts``: closed before the shards."""
         self._parts = parts
         self._outbox = outbox
         self._shards = shards
@@ -56,17 +56,17 @@ class Lifecycle:
         self._running: Running | None = None
         self._leaving: Running | None = None
         self._turn = asyncio.Lock()
-        guard.when_taken_over(self._begin_anew)
+        guard.when_taken_over(self._reset)
 
-    def _begin_anew(self) -> None:
+    def _reset(self) -> None:
         self._turn = asyncio.Lock()
         self._running = self._leaving = None
         for shard in self._shards.values():
-            shard.begin_anew()
+            shard.reset()
 
     @property
     def _changing(self) -> asyncio.Lock:
-        """Entering, leaving, closing, and a drain without ``running()`` take turns."""
+        """The lock for entering, leaving, closing, and draining without ``running()``."""
         self._guard.enter()
         return self._turn
 
@@ -76,12 +76,12 @@ class Lifecycle:
 
     @property
     def _with_one_writer(self) -> list[str]:
-        """The shards with a single writer: the loops of such a shard wait for any open transaction."""
+        """The shards with a single writer, whose loops wait for any open transaction."""
         return [name for name, shard in self._shards.items() if shard.database.has_one_writer]
 
     @property
     def running(self) -> Running | None:
-        """The run that is entered, or left at the moment; ``None`` outside of ``running()``."""
+        """The run that is starting, active or stopping; ``None`` outside of ``running()``."""
         return self._leaving or self._running
 
     @property
@@ -96,10 +96,10 @@ class Lifecycle:
     def refuse_while_running(self) -> None:
         """Raise :class:`RegistrationError` inside ``running()``."""
         if self._is_running:
-            raise RegistrationError("handlers are registered before running() is entered, not while it runs")
+            raise RegistrationError("handlers must be registered before running() is entered")
 
     async def enter(self, roles: Roles) -> Leave:
-        """Begin a block of ``running()``. Returns a function that ends the block."""
+        """Begin a block of ``running()``, and return a function that ends it."""
         if handler_around(self._outbox) is not None and self._running is not None and self._is_running:
             self._running.require(roles)
             return _nothing_to_leave
@@ -122,17 +122,17 @@ class Lifecycle:
             if self._running is None:
                 return
             if self._running.is_in_last_block:
-                remedy = "let the task that runs the outbox leave it: set an asyncio.Event here that it waits for"
-                refuse_in_handler(self._outbox, "leaving outbox.running()", remedy)
-                self._refuse_in_transaction("leaving outbox.running()", remedy)
+                fix = "let the task that runs the outbox leave it: set an asyncio.Event here that it waits for"
+                refuse_in_handler(self._outbox, "leaving outbox.running()", fix)
+                self._refuse_in_transaction("leaving outbox.running()", fix)
             if self._running.release():
                 await self._stop()
 
     async def close(self) -> None:
         """End ``running()``, and close every connection that the outbox has opened."""
-        remedy = "let the task that runs the outbox close it: set an asyncio.Event here that it waits for"
-        refuse_in_handler(self._outbox, "outbox.close()", remedy)
-        refuse_in_transaction(self._outbox, "outbox.close()", remedy)
+        fix = "let the task that runs the outbox close it: set an asyncio.Event here that it waits for"
+        refuse_in_handler(self._outbox, "outbox.close()", fix)
+        refuse_in_transaction(self._outbox, "outbox.close()", fix)
         async with self._changing:
             try:
                 await self._stop()
@@ -140,13 +140,13 @@ class Lifecycle:
                 errors = await self._close_handlers()
                 for part in (*self._parts, *self._shards.values()):
                     await part.close()
-                end_floods()
+                flush_limiters()
                 self._guard.leave()
             if errors:
                 raise errors[0] if len(errors) == 1 else ExceptionGroup("handlers could not be closed", errors)
 
     async def _close_handlers(self) -> list[Exception]:
-        """Close the handler objects, all at the same time; the errors of those that could not be closed."""
+        """Close the handler objects concurrently; return the errors of those that could not be closed."""
         environment = next(iter(self._shards.values())).environment
         limit = environment.settings.shutdown_timeout.total_seconds()
         closing = [close_handler(handler, limit) for handler in environment.handlers if handler.close is not None]
@@ -154,10 +154,10 @@ class Lifecycle:
 
     async def drain(self, timeout: timedelta | float | str | None) -> Drained:
         """See ``Outbox.drain``."""
-        remedy = "drain it from outside; what is emitted here is handled when this has ended"
-        refuse_in_handler(self._outbox, "outbox.drain()", remedy)
-        self._refuse_in_transaction("outbox.drain()", remedy)
-        longest = _FOR_EVER if timeout is None else parse_duration(timeout, key="drain timeout")
+        fix = "drain it from outside; what is emitted here is handled when this has ended"
+        refuse_in_handler(self._outbox, "outbox.drain()", fix)
+        self._refuse_in_transaction("outbox.drain()", fix)
+        longest = _NO_LIMIT if timeout is None else parse_duration(timeout, key="drain timeout")
         deadline = self._guard.enter().time() + longest.total_seconds()
         done: list[Drained] = []
         while True:
@@ -186,12 +186,12 @@ class Lifecycle:
             finally:
                 self._leaving = None
 
-    def _refuse_in_transaction(self, call: str, remedy: str) -> None:
-        refuse_in_transaction(self._outbox, call, remedy, self._with_one_writer)
+    def _refuse_in_transaction(self, call: str, fix: str) -> None:
+        refuse_in_transaction(self._outbox, call, fix, self._with_one_writer)
 
 
 async def close_handler(handler: Handler, limit: float) -> Exception | None:
-    """Close a handler object within ``limit`` seconds; the error, or ``None``."""
+    """Close a handler object within ``limit`` seconds; return the error, or ``None``."""
     assert handler.close is not None
     try:
         async with asyncio.timeout(limit):
@@ -220,12 +220,12 @@ class Runs(Protocol):
 
 
 class Lifespan:
-    """``FastAPI(lifespan=outbox.lifespan)``, or ``Starlette(...)``: ``running()`` from the start of the application to
+    """``FastAPI(lifespan=outbox.lifespan)``, or ``Starlette(...)``: ``running()`` from application startup to
     its end.
 
-    The lifespan sets ``app.state.outbox``. At the end the lifespan also closes the outbox, unless the outbox was in
-    use before the application started. The lifespan does not migrate: call ``await outbox.migrate()`` at a
-    deployment, or in a lifespan of your own.
+    Sets ``app.state.outbox``. At the end the outbox is closed as well, unless it was in use before the application
+    started. The lifespan does not migrate: call ``await outbox.migrate()`` when you deploy, or in your own
+    lifespan.
     """
 
     def __init__(self, outbox: Runs, guard: EventLoopGuard, outer: OuterLifespan | None = None) -> None:
@@ -234,10 +234,10 @@ class Lifespan:
         self._outer = outer
 
     def within(self, outer: OuterLifespan) -> Lifespan:
-        """The outbox runs inside a lifespan of the application, of which the state is passed on.
+        """Run the outbox inside your own lifespan, whose state is passed on.
 
-        ``outer`` is entered first and left last. So handlers have the objects that ``outer`` opens, until the last
-        handler has ended.
+        ``outer`` is entered first and left last, so handlers can use the objects that it opens until the last handler
+        has ended.
 
         Example::
 
@@ -252,10 +252,10 @@ class Lifespan:
         return Lifespan(self._outbox, self._guard, outer)
 
     def __call__(self, app: Any) -> AbstractAsyncContextManager[Any]:
-        """The context of an application: yields the state of the outer lifespan, or ``None``.
+        """Return the lifespan context, which yields the state of the outer lifespan, or ``None``.
 
-        Entering and leaving raise the errors of ``running()``. An error of outboxio at the start is logged in one line,
-        and raised without the tracebacks of the driver, which a framework would print.
+        Entering and leaving raise the errors of ``running()``. An outboxio error at startup is logged in one line and
+        raised without the traceback of the driver, because frameworks print the whole traceback.
         """
         return self._lifespan(app)
 
@@ -274,11 +274,11 @@ class Lifespan:
                         yield state
                 finally:
                     if is_ours:
-                        await to_the_end(self._outbox.close())
+                        await run_to_completion(self._outbox.close())
         except OutboxError as error:
             if has_started:
                 raise
-            # The framework prints the traceback of the error, a hundred lines with those of SQLAlchemy and the driver.
+            # The framework would print a hundred lines of traceback from SQLAlchemy and the driver.
             logger.critical("the application cannot start: %s", str(error), error_type=type_name(error))
             logger.debug("the application cannot start", exc_info=error)
             raise error.with_traceback(None) from None

@@ -1,23 +1,23 @@
-"""The lock manager: takes the cluster locks of a shard, and proves that this process still holds the locks.
+"""The lock manager: acquires the cluster locks of a shard, and proves that this process still holds them.
 
-A lock is worth as much as the session on the server. The trust in a lock ends in three cases:
+A lock lasts as long as its session on the server. A lock is no longer trusted in three cases:
 
-* The driver reports the end of the session.
+* The driver reports that the session has ended.
 * A heartbeat fails.
-* The last proof is older than 1.8 times the heartbeat interval. At that age the server itself ends a silent session.
-  This case needs no report, so a process that was frozen starts no run when the process goes on.
+* The last proof is older than 1.8 times the heartbeat interval, after which the server itself ends an idle session.
+  This needs no report, so a process that was suspended starts no run when it resumes.
 
-Where the session lives in a thread (``storage/connections/threaded_lock.py``), the thread sends heartbeats by itself.
-The lock manager takes in the thread's proofs in each round, and at each question after the end of the trust. So the
-trust is right as soon as a blocked event loop goes on (decision 4).
+If the session lives in a thread (``storage/connections/threaded_lock.py``), the thread sends the heartbeats. The lock
+manager reads its proofs in each round, and whenever it is called after the trust has ended. So the locks are trusted
+again as soon as a blocked event loop resumes (decision 4).
 
 Each acquisition raises the term in ``leases``, and outcomes are written only under the newest term (decision 3). If
-this process takes a lock again and the term went up by exactly one, the lock was free in between: the runs in flight
-remain valid. If another process held the lock and did not give the lock back, a handler may have ended that process.
-The lease says so (``runs/poison.py``).
+this process reacquires a lock and the term rose by exactly one, no other process held it in between, and the runs in
+flight remain valid. If another process held the lock without releasing it, a handler may have crashed that process.
+The lease records this (``runs/poison.py``).
 
-A lock plan says which locks this process may hold, and which locks a round tries and gives back. Processes that share
-handlers have a plan that divides the partitions (``lock_plan.py``). All further processes try every lock.
+A lock plan determines which locks this process may hold, and which a round tries and releases. Processes that share
+handlers have a plan that divides the partitions (``lock_plan.py``). All others try every lock.
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ from outboxio.support.log import log_of
 
 logger = log_of(__name__)
 
-STANDBY_DELAY = 0.2  # seconds between two tries for locks that are not free
+STANDBY_DELAY = 0.2  # seconds between two attempts to acquire locks that are not free
 
 
 class LockObserver(Protocol):
-    """Hears of each change at once, because no run may start between the loss of a lock and the report."""
+    """Called on each change at once, because no run may start between the loss of a lock and its report."""
 
     def lock_taken(self, name: LockName, lease: Lease) -> None:
-        """This process holds the lock."""
+        """This process has acquired the lock."""
 
     def lock_lost(self, name: LockName) -> None:
-        """This process does not hold the lock any longer."""
+        """This process no longer holds the lock."""
 
-    def locks_proven_until(self, moment: float) -> None:
-        """The trust in the locks ends at this moment of the event loop's clock, without a new proof."""
+    def locks_proven_until(self, until: float) -> None:
+        """The locks are trusted until this event loop time, unless they are proven again."""
 
 
 class LockManager:
-    """Holds the locks of a plan, as far as no other process holds a lock."""
+    """Holds the locks of a plan that no other process holds."""
 
     def __init__(
         self,
@@ -67,20 +67,20 @@ class LockManager:
         *,
         heartbeat: float,
         observer: LockObserver,
-        heard: Callable[[str], None],
+        on_wakeup: Callable[[str], None],
         wake: Signal,
     ) -> None:
-        """``heartbeat``: seconds. ``heard``: receives the wake-ups between processes. ``wake``: asks for a round."""
+        """``heartbeat``: seconds. ``on_wakeup``: receives wake-ups of other processes. ``wake``: requests a round."""
         self.gains = 0
-        """The number of times that a lock was taken, or became trusted again."""
+        """How often a lock was acquired, or became trusted again."""
         self._lock = lock
         self._plan = plan
         self._leases: dict[LockName, Lease] = {}
-        """The leases of all locks that this process has ever taken."""
+        """The leases of all locks that this process has ever acquired."""
         self._clock = clock
         self._heartbeat = heartbeat
         self._observer = observer
-        self._heard = heard
+        self._on_wakeup = on_wakeup
         self._wake = wake
         self._trusted_until = float("-inf")
         self._beat_at = float("-inf")
@@ -90,69 +90,68 @@ class LockManager:
         lock.when_lost(self._session_ended)
 
     def holds(self, name: LockName) -> bool:
-        """True if this process holds the lock, by the last proof."""
+        """Return True if this process holds the lock, by the last proof."""
         lease = self._leases.get(name)
         return lease is not None and lease.held and self._is_trusted()
 
     @property
     def held(self) -> dict[LockName, Lease]:
-        """The locks that this process has taken, with the leases."""
+        """The locks that this process has acquired, with their leases."""
         return {name: lease for name, lease in self._leases.items() if lease.held}
 
     @property
-    def lacking(self) -> list[LockName]:
-        """The locks that this process has not taken: locks of another process, and locks before their first try."""
+    def missing(self) -> list[LockName]:
+        """The locks that this process has not acquired: those of another process, and those not tried yet."""
         held = self.held
         return [name for name in self._plan.names if name not in held]
 
     @property
     def not_held(self) -> list[LockName]:
-        """The lacking locks, and the locks that have to be proven again."""
+        """The missing locks, and the locks that have to be proven again."""
         return [name for name in self._plan.names if not self.holds(name)]
 
     def poll_delay(self) -> float:
-        """The seconds until the next round is due."""
+        """Return the seconds until the next round is due."""
         held = self.held
-        is_lacking = any(name not in held for name in self._plan.names)
-        return min(STANDBY_DELAY, self._heartbeat) if is_lacking else self._heartbeat
+        has_missing = any(name not in held for name in self._plan.names)
+        return min(STANDBY_DELAY, self._heartbeat) if has_missing else self._heartbeat
 
     async def run_once(self) -> RoundResult:
-        """Prove the session if a proof is due, give back the locks of the plan, and try the locks of the plan.
+        """Prove the session if a proof is due, then release and try locks by the plan.
 
-        After a round that has taken locks, the plan may have further moves.
+        After a round that has acquired locks, the plan may have further moves.
         """
         async with self._turn:
-            was_silent = self._holds_any and not self._is_trusted()
+            was_idle = self._holds_any and not self._is_trusted()
             try:
-                await self._lock.listen(self._heard)
+                await self._lock.listen(self._on_wakeup)
                 await self._beat_if_due()
-                await self._give_back_suspected()
+                await self._release_suspected()
                 taken = await self._follow_plan()
             except BaseException as error:
-                self._lose_all()  # without a wake-up: the loop decides when to try again
-                if was_silent and isinstance(error, Exception):
-                    # The server has ended the silent session. The next round opens a session, and asks the database for
-                    # the locks.
-                    logger.debug("what was said on the session that was silent for too long failed: %r", error)
+                self._lose_all()  # without a wake-up: the loop decides when to retry
+                if was_idle and isinstance(error, Exception):
+                    # The server has ended the idle session. The next round opens a new one and reacquires the locks.
+                    logger.debug("an operation on an unresponsive session failed: %r", error)
                     return RoundResult(0, more=True)
                 raise
         return RoundResult(taken, more=taken > 0 and self._plan.has_more)
 
     def look_for_proof(self) -> None:
-        """Take in a proof that the thread has made since the last call."""
+        """Process a proof that the thread has made since the last call."""
         proof = self._lock.proof
         if proof is not None and proof is not self._taken_in and self._holds_any:
             self._take_in(proof)
 
     def suspect(self, lease: Lease) -> None:
-        """Give back a lock and take it with a new term: the database refuses outcomes under its lease.
+        """Release a lock and reacquire it with a new term, because the database rejects outcomes under its lease.
 
-        That happens if an operator empties or restores the tables while the process runs.
+        This happens if an operator empties or restores the tables while the process runs.
         """
         for name, held in self._leases.items():
             if held is lease and lease.held:
                 logger.warning(
-                    "term %d of %s is over; taking the lock anew", lease.term, name.lease,
+                    "term %d of %s has ended; reacquiring the lock", lease.term, name.lease,
                     lock=name.lease, term=lease.term,
                 )  # fmt: skip
                 lease.held = False
@@ -161,10 +160,10 @@ class LockManager:
                 self._wake.set()
 
     async def release(self) -> None:
-        """Give every lock back, so that a standby process takes over at the next try."""
+        """Release every lock, so that a standby process takes over at its next attempt."""
         async with self._turn:
             held = list(self.held)
-            self._let_go()
+            self._drop_all()
             try:
                 await self._lock.release(held)
             finally:
@@ -177,7 +176,7 @@ class LockManager:
 
     def _take_in(self, proof: Proof) -> None:
         self._taken_in = proof
-        self._clock.correct(proof.database_now, proof.asked, proof.answered)
+        self._clock.correct(proof.database_now, proof.sent, proof.received)
         self._beat_at = asyncio.get_running_loop().time() - (machine.monotonic() - proof.sent_at)
         self._prove(self._beat_at)
 
@@ -191,7 +190,7 @@ class LockManager:
         self.look_for_proof()
         return asyncio.get_running_loop().time() < self._trusted_until
 
-    async def _give_back_suspected(self) -> None:
+    async def _release_suspected(self) -> None:
         if self._suspected:
             suspected, self._suspected = self._suspected, []
             await self._lock.release(suspected)
@@ -199,7 +198,7 @@ class LockManager:
     async def _follow_plan(self) -> int:
         moves = self._plan.next_moves(self.held)
         if moves.back:
-            await self._give_back(moves.back)
+            await self._release_names(moves.back)
         if not moves.tries:
             return 0
         now = asyncio.get_running_loop().time()
@@ -210,15 +209,15 @@ class LockManager:
             self._take(name, grant.term, follows_crash=grant.follows_crash)
         return len(acquired)
 
-    async def _give_back(self, names: Sequence[LockName]) -> None:
-        """Give locks back to the cluster. No run of their slots is in flight."""
+    async def _release_names(self, names: Sequence[LockName]) -> None:
+        """Release locks whose slots have no run in flight."""
         for name in names:
             lease = self._leases[name]
-            logger.info("gives back %s, term %d", name.lease, lease.term, lock=name.lease, term=lease.term)
+            logger.info("releasing %s, term %d", name.lease, lease.term, lock=name.lease, term=lease.term)
             lease.held = False
             self._observer.lock_lost(name)
         await self._lock.release(names)
-        self._plan.given_back(names)
+        self._plan.released(names)
 
     def _take(self, name: LockName, term: int, *, follows_crash: bool = False) -> None:
         self.gains += 1
@@ -230,14 +229,14 @@ class LockManager:
             lease = self._leases[name] = Lease(
                 name.lease, name.handler_name, term, follows_crash=follows_crash, partition=name.partition
             )
-        how = "; its former holder did not give it back" if follows_crash else ""
-        logger.info("took %s, term %d%s", name.lease, term, how, lock=name.lease, term=term)
+        how = "; its previous holder did not release it" if follows_crash else ""
+        logger.info("acquired %s, term %d%s", name.lease, term, how, lock=name.lease, term=term)
         self._observer.lock_taken(name, lease)
 
-    def _prove(self, moment: float) -> None:
-        """The session lived at ``moment``, so the server keeps the session for the longest silence from then on."""
+    def _prove(self, at: float) -> None:
+        """Extend the trust: the session was alive at ``at``, and the server keeps an idle session for a while."""
         self.gains += asyncio.get_running_loop().time() >= self._trusted_until
-        self._trusted_until = max(self._trusted_until, moment + LONGEST_SILENCE * self._heartbeat)
+        self._trusted_until = max(self._trusted_until, at + LONGEST_SILENCE * self._heartbeat)
         self._observer.locks_proven_until(self._trusted_until)
 
     def _session_ended(self) -> None:
@@ -246,10 +245,10 @@ class LockManager:
 
     def _lose_all(self) -> None:
         if self._holds_any:
-            logger.warning("the session that holds the cluster locks has ended; starting nothing until they are back")
-        self._let_go()
+            logger.warning("cluster lock session lost; dispatch paused until the locks are reacquired")
+        self._drop_all()
 
-    def _let_go(self) -> None:
+    def _drop_all(self) -> None:
         self._trusted_until = self._beat_at = float("-inf")
         self._observer.locks_proven_until(self._trusted_until)
         for name, lease in self._leases.items():
@@ -259,5 +258,5 @@ class LockManager:
 
 
 def standby_pause() -> float:
-    """The seconds, with jitter, between two questions to the database about the work of another process."""
+    """Return the seconds, with jitter, between two checks of the work of another process."""
     return jittered(STANDBY_DELAY, 0.25)

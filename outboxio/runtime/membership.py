@@ -1,12 +1,10 @@
 """Membership: this process among the processes that share handlers.
 
-The parts of sharing handlers:
-
-* A cluster lock proves that a process owns a partition. All further knowledge is a hint.
-* ``instances`` lists the processes, and ``leases`` shows who took each lock. The membership reads both tables, the
-  *view*, and writes that this process lives.
-* The share (``partition_share.py``) decides from the view which partitions this process takes and gives away. Each
-  process decides alone: a wrong view can only unbalance.
+* A cluster lock proves that a process owns a partition. Everything else is a hint.
+* ``instances`` lists the processes, and ``leases`` shows which process acquired each lock. The membership reads both
+  tables (the *view*), and records that this process is alive.
+* The share (``partition_share.py``) decides by the view which partitions this process acquires and gives away. Each
+  process decides alone, so a wrong view can only cause an imbalance.
 
 A process without shared handlers reads and writes no view.
 """
@@ -31,16 +29,16 @@ from outboxio.support.log import log_of
 
 logger = log_of(__name__)
 
-LOOK_DELAY = 0.2  # seconds between two views while partitions move
-POLL_DELAY = 0.5  # seconds between two views at rest without wake-ups between processes, or with free partitions
-REST_DELAY = 5.0  # seconds between two views at rest with wake-ups between processes; at most a heartbeat
-ORDERS_DELAY = 1.0  # seconds between two reads of pauses and numbers of partitions
-SICK_FOR = 60.0  # seconds for which a sick process takes no partition
-VIEW_TIMEOUT = 10.0  # seconds that the database has to answer
+CHECK_DELAY = 0.2  # seconds between two views while partitions move
+POLL_DELAY = 0.5  # seconds between two views while nothing moves, without wake-ups or with free partitions
+STEADY_DELAY = 5.0  # seconds between two views while nothing moves, with wake-ups; at most a heartbeat
+DECISIONS_DELAY = 1.0  # seconds between two reads of pauses and partition counts
+STALLED_FOR = 60.0  # seconds for which a stalled process takes no partition
+VIEW_TIMEOUT = 10.0  # seconds
 
 
 class SlotControl(Protocol):
-    """The shard run, for sharing."""
+    """The shard run, as the membership uses it."""
 
     def halt(self, slot: Slot) -> None:
         """Start no more rows of a slot."""
@@ -49,18 +47,18 @@ class SlotControl(Protocol):
         """Start rows of a halted slot again."""
 
     def in_flight(self, slot: Slot) -> int:
-        """The number of rows of a slot in flight. A slot without such rows can be given back."""
+        """Return how many rows of a slot are in flight. A slot without such rows can be released."""
         ...
 
-    def is_sick(self, now: float) -> bool:
-        """True if due rows have waited for long, and no run has ended for long."""
+    def is_stalled(self, now: float) -> bool:
+        """Return True if due rows have waited for long while no run has finished."""
         ...
 
-    def gave_back(self) -> None:
-        """This process has given locks of shared handlers back, or comes or leaves: wake the other processes."""
+    def locks_released(self) -> None:
+        """Wake the other processes, because this one has released locks, has joined, or leaves."""
 
     async def unowned(self, slots: Sequence[Slot]) -> None:
-        """No process has owned these slots for 5 s."""
+        """Check slots that no process has owned for 5 s."""
 
 
 class Member(Struct, frozen=True):
@@ -70,11 +68,11 @@ class Member(Struct, frozen=True):
     owner: str
     """The name of the process in ``leases`` and ``instances``."""
     always: Sequence[LockName]
-    """The locks that the process tries in any case: the lock of fan-out."""
+    """The locks that the process always tries, such as the fan-out lock."""
     heartbeat: float
-    """The process counts as alive for two times so many seconds after its last row in ``instances``."""
+    """Seconds. The process counts as alive for twice as long after it last wrote its row in ``instances``."""
     is_woken: bool
-    """True if wake-ups of other processes reach the process."""
+    """True if the process receives wake-ups of other processes."""
 
 
 class Membership:
@@ -114,26 +112,26 @@ class Membership:
 
     @property
     def has_more(self) -> bool:
-        """True if taking a lock may allow this process to take further locks at once."""
+        """True if acquiring a lock may allow this process to acquire more locks at once."""
         return self._share.is_shared
 
     def next_moves(self, held: Collection[LockName]) -> LockMoves:
-        """Halt and resume slots, and say which locks to give back and which locks to try."""
+        """Halt and resume slots, and return the locks to release and to try."""
         slots = [name.slot for name in held if name.role == "dispatch"]
         plan = self._share.plan(slots, self._control.in_flight, asyncio.get_running_loop().time())
         for slot in plan.halt:
             self._control.halt(slot)
         for slot in plan.resume:
             self._control.resume(slot)
-        was_moving, self._is_moving = self._is_moving, bool(plan.wanted or plan.halt or plan.release)
+        was_moving, self._is_moving = self._is_moving, bool(plan.free or plan.halt or plan.release)
         if self._is_moving and not was_moving:
-            self._signals.share.set()  # the next view was due after the pause of a cluster at rest
+            self._signals.share.set()  # the next view was not due soon, because nothing moved
         tries = [name for name in self._member.always if name not in held]
-        tries += map(self._name, (*plan.wanted, *plan.orphans))
+        tries += map(self._name, (*plan.free, *plan.orphans))
         return LockMoves(list(map(self._name, plan.release)), tries)
 
     def taken(self, grants: Mapping[LockName, LockGrant]) -> None:
-        """Hear of the locks that a round has taken."""
+        """Process the locks that a round has acquired."""
         now = asyncio.get_running_loop().time()
         for name, grant in grants.items():
             if name.role == "dispatch":
@@ -142,10 +140,10 @@ class Membership:
                 if former is not None:
                     self._has_died(former)
 
-    def given_back(self, names: Collection[LockName]) -> None:
-        """Tell the other processes that locks are free."""
+    def released(self, names: Collection[LockName]) -> None:
+        """Notify the other processes that locks are free."""
         if self._share.is_shared:
-            self._control.gave_back()
+            self._control.locks_released()
 
     def _name(self, slot: Slot) -> LockName:
         name = self._names.get(slot)
@@ -154,20 +152,20 @@ class Membership:
         return name
 
     def _has_died(self, instance: str) -> None:
-        """A process had not given a lock back, and the lock was free: the process, or its session, is dead.
+        """Record that a process or its session is dead, because its lock was free without having been released.
 
-        The quotas are right at once. A process that only lost its session writes its row again.
+        So the quotas are correct at once. A process that only lost its session writes its row again.
         """
         self._share.forget(instance)
         self._died.add(instance)
         self._signals.share.set()
 
-    # --- what the handlers are -----------------------------------------------------------------
+    # --- handlers ------------------------------------------------------------------------------
 
-    def heed(self, names: Collection[str], counts: Mapping[str, PartitionCount]) -> None:
-        """Take in the stored handler names of this process, and the numbers of their partitions."""
+    def apply(self, names: Collection[str], counts: Mapping[str, PartitionCount]) -> None:
+        """Apply the stored handler names of this process, and their partition counts."""
         was_shared, before = self._share.is_shared, len(self._share.slots)
-        self._share.heed(names, counts, asyncio.get_running_loop().time())
+        self._share.apply(names, counts, asyncio.get_running_loop().time())
         if self._share.is_shared != was_shared:
             self._signals.share.set()
         if len(self._share.slots) != before:
@@ -176,27 +174,28 @@ class Membership:
     # --- the view ------------------------------------------------------------------------------
 
     def look_delay(self) -> float:
-        """The seconds until the next view is due."""
+        """Return the seconds until the next view is due."""
         share = self._share
         if share.is_shared and (self._is_moving or share.is_short):
-            return LOOK_DELAY
-        is_at_rest = not share.is_shared or (self._member.is_woken and share.is_at_rest)
-        return min(REST_DELAY, self._member.heartbeat) if is_at_rest else POLL_DELAY
+            return CHECK_DELAY
+        is_steady = not share.is_shared or (self._member.is_woken and share.is_steady)
+        return min(STEADY_DELAY, self._member.heartbeat) if is_steady else POLL_DELAY
 
     async def look_once(self) -> RoundResult:
-        """Write that this process lives, if that is due, and read the view."""
+        """Record that this process is alive, if that is due, and read the view."""
         if self._repository is None or not self._share.is_shared or self._is_leaving:
             return NOTHING
         async with asyncio.timeout(VIEW_TIMEOUT):
             await self._look(self._repository)
         now = asyncio.get_running_loop().time()
-        if not self._share.is_giving_all(now) and self._control.is_sick(now):
+        if not self._share.is_giving_all(now) and self._control.is_stalled(now):
             logger.error(
-                "no run has ended for 30 s while rows have been due for over 60 s: this process gives its partitions "
-                "to other processes, and takes none for %d s", SICK_FOR, alarm="process_sick",
+                "no run has finished for 30 s although rows have been due for over 60 s: releasing the "
+                "partitions of this process to other processes, and acquiring none for %d s",
+                STALLED_FOR, alarm="process_sick",
             )  # fmt: skip
-            self._share.give_all(now, seconds=SICK_FOR)
-            self._seen_at = min(self._seen_at, now - self._member.heartbeat)  # the next view writes the change
+            self._share.give_all(now, seconds=STALLED_FOR)
+            self._seen_at = min(self._seen_at, now - self._member.heartbeat)  # so that the next view writes the change
         if slots := self._share.unowned(now):
             await self._control.unowned(slots)
         return NOTHING
@@ -207,24 +206,24 @@ class Membership:
             died = next(iter(self._died))
             await repository.leave(self._namespace, died)
             self._died.discard(died)
-            logger.warning("%s is gone: the process did not give its locks back", died, owner=died)
-            self._control.gave_back()  # the other processes take their part of the partitions
+            logger.warning("%s has disappeared without releasing its locks", died, owner=died)
+            self._control.locks_released()  # the other processes acquire their share of the partitions
         if time() - self._seen_at >= self._member.heartbeat / 2:
             is_new = not self._is_member
-            await self._tell_names(repository)
+            await self._announce_names(repository)
             if is_new:
-                self._control.gave_back()  # the other processes give partitions away for this process
+                self._control.locks_released()  # the other processes give partitions away for this process
         leases = {self._name(slot).lease: slot for slot in self._share.slots}
-        asked_at, alive_for = time(), timedelta(seconds=2 * self._member.heartbeat)
+        requested_at, alive_for = time(), timedelta(seconds=2 * self._member.heartbeat)
         view = await repository.view(self._namespace, now - alive_for, list(leases))
-        # After the database's clock was set back, the last row of a dead process is dated in the future. A live process
-        # writes a new row at the latest a heartbeat after it has followed the clock.
+        # After the database clock was set back, the row of a dead process may be dated in the future. A live process
+        # writes its row again within a heartbeat after it has followed the clock.
         alive = [one for one in view.instances if one.last_seen_date < now + alive_for]
-        self._share.see(alive, {leases[name]: lease for name, lease in view.leases.items()}, asked_at)
+        self._share.see(alive, {leases[name]: lease for name, lease in view.leases.items()}, requested_at)
         self._signals.locks.set()  # the share decides with the newest view
 
-    async def _tell_names(self, repository: PartitionTables) -> None:
-        """Write for which handler names the other processes should count this process as a member."""
+    async def _announce_names(self, repository: PartitionTables) -> None:
+        """Write the handler names for which other processes should count this process as a member."""
         time = asyncio.get_running_loop().time
         names = self._share.names_for_others(time())
         await repository.seen(self._namespace, Instance(self._owner, names, self._clock()))
@@ -233,16 +232,16 @@ class Membership:
     # --- the end -------------------------------------------------------------------------------
 
     async def begin_to_leave(self) -> None:
-        """Give each slot back as soon as the slot is idle, while the quotas of the other processes rise."""
+        """Release each slot as soon as it is idle, while the quotas of the other processes rise."""
         self._is_leaving = True
         if self._is_member and self._repository is not None:
             self._share.leave()
             self._signals.locks.set()
-            await self._tell_names(self._repository)
-            self._control.gave_back()
+            await self._announce_names(self._repository)
+            self._control.locks_released()
 
     async def leave(self) -> None:
-        """This process has given all locks back: remove the row of ``instances``."""
+        """Remove the row of this process from ``instances``, after all its locks were released."""
         if self._is_member and self._repository is not None:
             await self._repository.leave(self._namespace, self._owner)
 

@@ -1,7 +1,4 @@
-"""The part of an outbox that writes events in transactions of the application.
-
-``Outbox.bind``: events of a SQLAlchemy session that the application commits.
-"""
+"""Recording of events in transactions that your application commits: ``Outbox.record`` and ``Outbox.bind``."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Recording:
-    """The base class of :class:`~outboxio.Outbox` that writes events in transactions of the application."""
+    """The base class of :class:`~outboxio.Outbox` that writes events in transactions of your application."""
 
     def __init__(
         self,
@@ -58,16 +55,16 @@ class Recording:
         correlation_id: str | None = None,
         headers: Mapping[str, Any] | None = None,
     ) -> UUID:
-        """Write outbox rows inside a transaction that the application has open. Returns the action's id.
+        """Write events inside an open transaction of your application. Returns the id of the action.
 
         ``connection``: an asyncpg, aiomysql or asyncmy connection, a ``psycopg.AsyncConnection``, a ``sqlite3`` or
-        ``aiosqlite`` connection, or a SQLAlchemy ``AsyncSession`` or ``AsyncConnection``. The application commits, and
-        may call :meth:`wake` after its commit; otherwise the loops find the events by polling. The other parameters are
-        those of ``tx.emit``, for all ``events``.
+        ``aiosqlite`` connection, or a SQLAlchemy ``AsyncSession`` or ``AsyncConnection``. Your application commits, and
+        may call :meth:`wake` after the commit; otherwise the loops find the events by polling. The other parameters are
+        those of ``tx.emit`` and apply to all ``events``.
 
-        Raises :class:`NoTransaction` if no transaction is open on the connection, :class:`OtherDatabase` if the
-        connection is not of the shard's database: each connection is asked once, in a further round trip, at the first
-        use.
+        Raises :class:`NoTransaction` if no transaction is open on the connection, :class:`WrongDatabase` if the
+        connection is to a different database than the shard. Each connection is checked once, on its first use, which
+        takes an additional round trip.
 
         Example::
 
@@ -106,17 +103,17 @@ class Recording:
         correlation_id: str | None = None,
         headers: Mapping[str, Any] | None = None,
     ) -> BoundSession:
-        """The events of a SQLAlchemy session that the application commits: ``outbox.bind(session).emit(event)``.
+        """Record events in a SQLAlchemy session that your application commits: ``outbox.bind(session).emit(event)``.
 
-        Just before the COMMIT of the session the events are written by a single INSERT, and the loops are waked after
-        the COMMIT. A rollback drops the events, and so does ``close()`` without a commit; a savepoint that is rolled
-        back drops the events that were emitted within. ``action``, ``params``, ``correlation_id`` and ``headers`` are
-        stored with each event. A call without these parameters continues the action of the last call for this session;
-        an action without a name is ``"session.commit"``.
+        The events are written by a single INSERT just before the COMMIT of the session, and the loops are woken after
+        the COMMIT. A rollback drops the events, and so does ``close()`` without a commit. Rolling back to a savepoint
+        drops the events emitted since. ``action``, ``params``, ``correlation_id`` and ``headers`` are stored with each
+        event. A call without these parameters continues the action of the previous call for this session; without a
+        name the action is ``"session.commit"``.
 
         Raises :class:`ConfigurationError` for a synchronous session, for a session with two-phase commit, and for a
-        session that is bound to a different outbox or shard. The commit raises :class:`OtherDatabase` if the session is
-        of a different database than the shard.
+        session that is bound to a different outbox or shard. The commit raises :class:`WrongDatabase` if the session
+        uses a different database than the shard.
 
         Example::
 
@@ -128,9 +125,9 @@ class Recording:
         return self._bound_sessions.bind(session, self._executor.shard(shard), described)
 
     def wake(self) -> None:
-        """Tell the loops of all processes that events were committed by :meth:`record`.
+        """Wake the loops of all processes after events were committed by :meth:`record`.
 
-        Raises :class:`WrongEventLoop` where no event loop runs, or not the event loop of the outbox.
+        Raises :class:`WrongEventLoop` outside of the event loop of the outbox.
         """
         self._one_loop.enter()
         for shard in self._written_shards:
@@ -138,7 +135,7 @@ class Recording:
 
 
 UNNAMED = "session.commit"
-"""The action of events of a session without a named action. No class has this name."""
+"""The action name of session events without a named action. No class can have this name."""
 
 
 class ActionOfSession:
@@ -151,7 +148,7 @@ class ActionOfSession:
         correlation_id: str | None = None,
         headers: Mapping[str, Any] | None = None,
     ) -> None:
-        self.says_nothing = all(each is None for each in (name, params, correlation_id, headers))
+        self.is_empty = all(each is None for each in (name, params, correlation_id, headers))
         self.name = UNNAMED if name is None else name
         self.params = params
         self.correlation_id = correlation_id
@@ -171,7 +168,7 @@ class SessionBuffer:
         self.target = target
         self._own = own
         self.named = ActionOfSession()
-        """The action of events without an action of their own."""
+        """The action of events that are emitted without one."""
         self.events: list[_Emitted] = []
         self._written: list[EventRecord] = []
         self._actions: dict[ActionOfSession, ActionRecord] = {}
@@ -186,7 +183,7 @@ class SessionBuffer:
             action, emitted = next(groupby(self.events, key=lambda emitted: emitted.action))
             written = [each.event for each in emitted]
             await self._executor.write(self.target, session, action, written)
-            del self.events[: len(written)]  # the application may catch an error, and commit again
+            del self.events[: len(written)]  # your application may catch an error and commit again
             self._written += written
 
     def committed(self) -> None:
@@ -199,7 +196,7 @@ class SessionBuffer:
         self._actions.clear()
 
     def _record_of(self, action: ActionOfSession) -> ActionRecord:
-        """The columns of an action, which begins with its first event in the transaction."""
+        """Return the record of an action, creating it for its first event in the transaction."""
         if (record := self._actions.get(action)) is None:
             record = self._actions[action] = self._executor.action_record(
                 self.target, action.name, action.params, action.headers, uuid7(), action.correlation_id, current_cause()
@@ -226,7 +223,7 @@ class BoundSession:
         topic: str | None = None,
         available_at: datetime | None = None,
     ) -> None:
-        """Record an event, which is committed with the session, or not at all. The parameters are those of ``tx.emit``.
+        """Record an event that is committed together with the session. The parameters are those of ``tx.emit``.
 
         Outside of a transaction the call begins the transaction of the session, as ``session.add`` does. Raises
         :class:`InvalidEvent` if the event cannot be stored, and :class:`TransactionError` if the transaction of the
@@ -255,18 +252,18 @@ class BoundSession:
 
 
 class BoundSessions:
-    """Makes the buffers of sessions. A buffer lives in its session."""
+    """Creates the buffers of sessions. Each session holds its buffer."""
 
     def __init__(self, executor: ActionExecutor, own: OwnConnections) -> None:
         self._executor = executor
         self._own = own
-        if "sqlalchemy.orm" in sys.modules:  # SQLAlchemy lets no listener of a commit add a listener
+        if "sqlalchemy.orm" in sys.modules:  # a commit listener of SQLAlchemy cannot add listeners
             from outboxio.integrations.sessions import listen
 
             listen()
 
     def bind(self, session: Any, target: WritableShard, action: ActionOfSession) -> BoundSession:
-        """The events of a session. See ``Outbox.bind`` for the errors."""
+        """Bind a session. See ``Outbox.bind`` for the errors."""
         if not is_of_sqlalchemy(session):
             raise ConfigurationError(f"bind() was given {_class_of(session)}; give an AsyncSession of SQLAlchemy")
         from sqlalchemy.ext.asyncio import AsyncSession
@@ -274,34 +271,34 @@ class BoundSessions:
         from outboxio.integrations.sessions import default_bind, events_of
         from outboxio.integrations.sqlalchemy import asynchronous
 
-        given = asynchronous(session, "bind()")
-        if not isinstance(given, AsyncSession):
+        async_session = asynchronous(session, "bind()")
+        if not isinstance(async_session, AsyncSession):
             raise ConfigurationError(
-                "bind() was given an AsyncConnection, which does not say when it commits: give an AsyncSession, or use "
-                "outbox.record(connection, ...) and outbox.wake()"
+                "bind() does not accept an AsyncConnection, which has no commit event: pass an AsyncSession, "
+                "or use outbox.record(connection, ...) and outbox.wake()"
             )
-        if given.sync_session.twophase:
+        if async_session.sync_session.twophase:
             raise ConfigurationError(
-                "bind() was given a session with twophase=True: the events of a transaction that was prepared and not "
-                "committed would wait unseen. Use a session without two-phase commit, or outbox.record"
+                "bind() does not accept a session with twophase=True: events of a prepared transaction that is "
+                "never committed would stay invisible. Use a session without two-phase commit, or outbox.record"
             )
-        default_bind(given.sync_session)
-        events = events_of(given.sync_session)
+        default_bind(async_session.sync_session)
+        events = events_of(async_session.sync_session)
         buffer = self._buffer_of(events, target)
-        if not action.says_nothing:
+        if not action.is_empty:
             buffer.named = action
-        return BoundSession(given, buffer, buffer.named)
+        return BoundSession(async_session, buffer, buffer.named)
 
     def _buffer_of(self, events: SessionEvents, target: WritableShard) -> SessionBuffer:
         if events.sink is None:
             events.sink = SessionBuffer(self._executor, target, self._own)
         if not isinstance(events.sink, SessionBuffer) or events.sink.target is not target:
             raise ConfigurationError(
-                "the session is bound to a different outbox or shard: use a session for each, or outbox.record for the "
-                "events of the second"
+                "the session is already bound to another outbox or shard: use one session for each, or "
+                "outbox.record for the events of the second"
             )
         return events.sink
 
 
-def _class_of(given: object) -> str:
-    return f"{type(given).__module__}.{type(given).__qualname__}"
+def _class_of(target: object) -> str:
+    return f"{type(target).__module__}.{type(target).__qualname__}"

@@ -1,4 +1,4 @@
-"""What a shard run reports: figures for metrics, rows of the database for operators, and its state while it runs."""
+"""Reporting of a shard run: figures for metrics, rows in the database for operators, and the live state."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 from outboxio.handlers.described import in_texts
 from outboxio.handlers.handler import Handler
 from outboxio.health.reporter import Reporter
+from outboxio.loops.blocked_loop import lag_of
 from outboxio.loops.loop import NOTHING, RoundResult
-from outboxio.loops.standstill import lag_of
 from outboxio.model.lock_name import LockName
 from outboxio.runtime.environment import Environment, Roles
-from outboxio.statistics.handlers import AnyRest
+from outboxio.statistics.handlers import AnyCircuit
 from outboxio.statistics.shard import lock_label
 from outboxio.support import machine
 from outboxio.support.clock import utc_now
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 logger = log_of(__name__)
 
-LONGEST_FAREWELL = 5.0  # seconds
+LEAVE_TIMEOUT = 5.0  # seconds
 
 
 class RunReporting:
-    """Made for each shard run. A drain writes the figures by minute only."""
+    """The reporting of one shard run. A drain only writes the figures per minute."""
 
     def __init__(self, run: ShardRun, roles: Roles, *, fans_out: Callable[[], bool], drains: bool) -> None:
         shard = run.shard
@@ -49,7 +49,7 @@ class RunReporting:
         self._expect(environment, roles, run.jobs.locks)
 
     def _expect(self, environment: Environment, roles: Roles, of_jobs: Sequence[LockName]) -> None:
-        """The locks, handlers and jobs of this process, which metrics show before anything has happened."""
+        """Register the locks, handlers and jobs of this process, so that metrics show them from the start."""
         if roles.fanout:
             self._statistics.expect_lock(environment.fanout_lock)
         for handler in environment.handlers.to_run if roles.handling else ():
@@ -65,23 +65,23 @@ class RunReporting:
         return self._statistics.showing(self.live)
 
     async def read_figures(self) -> RoundResult:
-        """Read the figures of the tables, if metrics want them and this process fans out."""
-        is_wanted = self._statistics.figures_wanted and self._fans_out()
+        """Read the figures of the tables, if metrics need them and this process fans out."""
+        is_needed = self._statistics.figures_wanted and self._fans_out()
         try:
-            self._statistics.figures = await self._collector.figures() if is_wanted else None
+            self._statistics.figures = await self._collector.figures() if is_needed else None
         except BaseException:
-            self._statistics.figures = None  # old figures would hide that the tables cannot be read
+            self._statistics.figures = None  # outdated figures would hide that the tables cannot be read
             raise
         return NOTHING
 
     async def leave(self) -> None:
-        """Write the last numbers, and remove the report of this process, within 5 s: the database may be gone."""
+        """Write the last figures and remove the report of this process, within 5 s: the database may be unavailable."""
         try:
-            async with asyncio.timeout(LONGEST_FAREWELL):
+            async with asyncio.timeout(LEAVE_TIMEOUT):
                 await self.reporter.leave()
         except Exception as error:
             logger.warning(
-                "shard %s has not got the last report of this process: %s", self._shard, error, shard=self._shard
+                "could not write the last report of this process to shard %s: %s", self._shard, error, shard=self._shard
             )
 
 
@@ -91,7 +91,7 @@ class LiveRun:
     def __init__(self, run: ShardRun, roles: Roles) -> None:
         self._run = run
         self._shard = run.shard
-        self._home = asyncio.get_running_loop()
+        self._loop = asyncio.get_running_loop()
         self._full_since: datetime | None = None
         self.roles: Sequence[str] = [name for name in Roles.__struct_fields__ if getattr(roles, name)]
         known = {one.name: in_texts(one.options) for one in self._shard.environment.handlers.to_run}
@@ -99,7 +99,7 @@ class LiveRun:
 
     @property
     def loop_lag(self) -> float:
-        return lag_of(self._home)
+        return lag_of(self._loop)
 
     @property
     def connections_in_use(self) -> int:
@@ -110,7 +110,7 @@ class LiveRun:
         return self._run.dispatcher.paused
 
     def report(self) -> dict[str, Any]:
-        """The content of this process's row in ``instance_reports``."""
+        """Return the content of this process's row in ``instance_reports``."""
         now, dispatcher, statistics = self._shard.clock(), self._run.dispatcher, self._shard.statistics
         handles = "handling" in self.roles
         handlers = self._shard.environment.handlers.to_run if handles else []
@@ -132,14 +132,14 @@ class LiveRun:
                     "event_id": run.event_id,
                     "since": (now - timedelta(seconds=run.seconds)).isoformat(),
                     "seconds": round(run.seconds, 3),
-                    "at": run.place,
+                    "at": run.source,
                 }
                 for run in dispatcher.stuck_runs()
             ],
         }
 
     def _full_pool(self, now: datetime) -> dict[str, Any]:
-        """The size of the pool, and since when all of its connections were in use at every report."""
+        """Return the size of the pool, and since when every report has found all its connections in use."""
         size = self._shard.database.pool_size
         is_full = 0 < size <= self.connections_in_use
         self._full_since = (self._full_since or now) if is_full else None
@@ -148,16 +148,16 @@ class LiveRun:
 
     def _handler(self, handler: Handler) -> dict[str, Any]:
         statistics = self._shard.statistics.of(handler.name)
-        wanted = self._shard.environment.handlers.wanted_by(handler)
+        subscriptions = self._shard.environment.handlers.subscriptions_of(handler)
         return {
             "in_flight": statistics.in_flight,
             "limit": statistics.limit or 0,
             "stuck": statistics.stuck,
             "alert_age": statistics.alert_age,
-            **self._rest(statistics.rest),
+            **self._circuit(statistics.circuit),
             **({"limited_to": str(handler.options.rate)} if statistics.is_rate_limited else {}),
             **_batch(handler),
-            "types": sorted(one.event_type for one in wanted if one.event_type),
+            "types": sorted(one.event_type for one in subscriptions if one.event_type),
         }
 
     def _jobs(self, held: Mapping[str, int]) -> dict[str, Any]:
@@ -165,23 +165,23 @@ class LiveRun:
         environment = self._shard.environment
         return {"jobs": sorted(environment.jobs)} if held.get(lock_label(environment.jobs_lock)) else {}
 
-    def _rest(self, rest: AnyRest | None) -> dict[str, Any]:
-        """Since when and why a handler rests, if it does."""
-        if rest is None:
+    def _circuit(self, circuit: AnyCircuit | None) -> dict[str, Any]:
+        """Return since when and why the circuit breaker of a handler is open."""
+        if circuit is None:
             return {}
-        since = self._shard.clock() - timedelta(seconds=self._home.time() - rest.since)
-        return {"rest": {"since": since.isoformat(), "reason": rest.reason}}
+        since = self._shard.clock() - timedelta(seconds=self._loop.time() - circuit.since)
+        return {"rest": {"since": since.isoformat(), "reason": circuit.reason}}
 
     def _clock_offset(self) -> float | None:
-        """The seconds by which the wall clock of this host is ahead of the database; ``None`` if that is not known."""
+        """Return by how many seconds the clock of this host is ahead of the database; ``None`` if unknown."""
         clock = self._shard.clock
-        if clock.is_given or clock.offset is None:
+        if clock.is_user_supplied or clock.offset is None:
             return None
         return round((utc_now() - clock()).total_seconds(), 6)
 
 
 def _batch(handler: Handler) -> dict[str, Any]:
-    """What due rows of a batch handler may wait for."""
+    """Return what due rows of a batch handler may wait for."""
     batch = handler.options.batch
     if batch is None:
         return {}

@@ -11,12 +11,12 @@ from msgspec import Struct
 from outboxio.dispatch.dispatcher import Dispatcher
 from outboxio.fanout.fanout import Fanout
 from outboxio.jobs.scheduler import JobScheduler
-from outboxio.loops.loop import FOR_EVER, Loop, PollSchedule, Signals
+from outboxio.loops.loop import NEVER, Loop, PollSchedule, Signals
 from outboxio.operations.retention import Housekeeping
-from outboxio.operations.takeover import LOOK_DELAY, Takeover
+from outboxio.operations.takeover import CHECK_DELAY, Takeover
 from outboxio.runtime.environment import Roles
 from outboxio.runtime.lock_manager import LockManager
-from outboxio.runtime.membership import ORDERS_DELAY, Membership
+from outboxio.runtime.membership import DECISIONS_DELAY, Membership
 from outboxio.runtime.reporting import RunReporting
 from outboxio.runtime.shard import ShardRuntime
 from outboxio.runtime.wakeups import LONGEST_GAP
@@ -41,7 +41,7 @@ class Services(Struct, frozen=True):
     reporting: RunReporting
     jobs: JobScheduler
     announce: Round
-    """Announces the handlers, and reads the orders of operators."""
+    """Announces the handlers, and reads the decisions of operators."""
     fans_out: Callable[[], bool]
     """True if this process fans out."""
 
@@ -51,7 +51,6 @@ class RunLoops:
 
     def __init__(self, shard: ShardRuntime, signals: Signals, roles: Roles, services: Services) -> None:
         name, settings, statistics = shard.name, shard.environment.settings, shard.statistics
-        # Telemetry may surround the rounds of a kind.
         watched = partial(
             shard.environment.telemetry.chosen.round, namespace=shard.environment.namespace, shard=shard.name
         )
@@ -59,13 +58,13 @@ class RunLoops:
         housekeeping, reporter = services.housekeeping, services.reporting.reporter
         self._roles = roles
         self._purges = settings.purge_enabled
-        # Where the database sends no wake-ups between processes, a loop polls quickly while there is traffic. Finding
-        # need not, if this process fans out and owns all partitions, because fan-out wakes the loop. But a row that has
-        # to wait for a row of another process gets no wake-up.
-        eager = 0.0 if shard.database.wakes_across_processes else FOR_EVER
+        # If the database sends no wake-ups between processes, the loops poll quickly while there is traffic. The find
+        # loop need not if this process fans out and owns all partitions, because fan-out wakes it. But nothing wakes
+        # it for a row that waits for a row of another process.
+        eager = 0.0 if shard.database.wakes_across_processes else NEVER
         of_fanout = PollSchedule(
             _seconds(settings.fanout_poll_delay), eager_for=lambda: max(eager, LONGEST_GAP), quickest=QUICKEST_FANOUT,
-            heard_within=LONGEST_GAP,
+            woken_within=LONGEST_GAP,
         )  # fmt: skip
         of_finding = PollSchedule(
             _seconds(settings.handling_poll_delay),
@@ -80,14 +79,14 @@ class RunLoops:
 
         self.locks = loop("locks", locks.run_once, PollSchedule(locks.poll_delay), signals.locks)
         self.share = loop("shared handlers", membership.look_once, PollSchedule(membership.look_delay), signals.share)
-        self.announce = loop("subscriptions", services.announce, every(ORDERS_DELAY))
+        self.announce = loop("subscriptions", services.announce, every(DECISIONS_DELAY))
         self.fanout = loop("fan-out", watched("fanout", services.fanout.run_once), of_fanout, signals.fan_out)
         self.find = loop("dispatch", dispatcher.find_once, of_finding, signals.find)
         settle_once = watched("settle", dispatcher.settle_once)
         self.settle = loop("outcomes", settle_once, every(SETTLE_DELAY), signals.settle)
         self.housekeeping = loop("housekeeping", housekeeping.run_once, every(HOUSEKEEPING_DELAY))
         self.takeover = services.takeover
-        self.operations = loop("operations", self.takeover.run_once, every(LOOK_DELAY))
+        self.operations = loop("operations", self.takeover.run_once, every(CHECK_DELAY))
         purge = watched("purge", housekeeping.purge)
         self.retention = loop("retention", purge, PollSchedule(housekeeping.purge_delay))
         self.reports = loop("reports", reporter.run_once, every(reporter.delay))
@@ -95,13 +94,13 @@ class RunLoops:
         self.figures = loop("figures", services.reporting.read_figures, every(FIGURES_DELAY))
 
     def began_to_fan_out(self) -> None:
-        """This process fans out from now on, and so does what only the process that fans out does."""
+        """Wake the loops that only work in the process that fans out, because this process is now that process."""
         for loop in (self.retention, self.operations, self.figures):
             loop.wake()
 
     @property
     def all(self) -> list[Loop]:
-        """The loops of the roles of this process, the most important loop for health first."""
+        """The loops for the roles of this process, the most important for health first."""
         loops = [self.locks, self.announce, self.reports]
         if self._roles.fanout:
             loops += [self.fanout, self.housekeeping, self.operations, self.figures]
@@ -111,23 +110,23 @@ class RunLoops:
         return loops if self.jobs is None else [*loops, self.jobs]
 
     def stop_finding(self) -> None:
-        """End the loops that find work. The loops that write outcomes and hold the locks go on."""
+        """End the loops that find work. The loops that write outcomes and hold the locks continue."""
         for loop in self.all:
             if loop not in (self.settle, self.locks):
                 loop.stop()
 
     def stop(self) -> None:
-        """End all loops, also those that a drain does not drive: a lock that was taken over has woken some of them."""
+        """End all loops, including those that a drain does not drive: acquiring a lock may have woken some of them."""
         for loop in self.all:
             loop.stop()
 
     def answered_at(self, *, fans_out: bool) -> float:
-        """The event loop's moment of the last good round of a loop that asks the database in each round, or nearly so.
+        """Return when a loop that queries the database in nearly every round last succeeded (event loop time).
 
-        ``fans_out``: True if this process holds the fan-out lock; without the lock the fan-out loop asks nothing.
+        ``fans_out``: True if this process holds the fan-out lock. Without it the fan-out loop reads nothing.
         """
-        asking = [self.locks] + [self.announce] * self._roles.handling + [self.fanout] * fans_out
-        return max(loop.good_at for loop in asking)
+        querying = [self.locks] + [self.announce] * self._roles.handling + [self.fanout] * fans_out
+        return max(loop.good_at for loop in querying)
 
 
 def every(seconds: float) -> PollSchedule:

@@ -1,4 +1,4 @@
-"""A ``running()`` of an outbox: every shard works until the last block that shares the run has ended."""
+"""``running()``: all shards work until the last ``async with`` block that shares the run has ended."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from outboxio.runtime.shard import ShardRuntime
 from outboxio.storage.protocols import ClusterLock
 from outboxio.storage.unavailable import as_unavailable
 from outboxio.support import machine
-from outboxio.support.aio import to_the_end
+from outboxio.support.aio import run_to_completion
 from outboxio.support.log import log_of
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ logger = log_of(__name__)
 class Running:
     """Starts and stops the shards.
 
-    The shards run in a separate task. A task group must be left by the task that entered the group, but ``running()``
+    The shards run in a separate task, because a task group must be left by the task that entered it, but ``running()``
     may be left by any task.
     """
 
@@ -47,7 +47,7 @@ class Running:
         self._task: asyncio.Task[None] | None = None
 
     def join(self, roles: Roles) -> None:
-        """A further block shares this run."""
+        """Let another block share this run."""
         self.require(roles)
         self._blocks += 1
 
@@ -65,7 +65,7 @@ class Running:
 
     @property
     def is_over(self) -> bool:
-        """True if the event loop ended before the run was left."""
+        """True if the run has ended without being left, because its event loop ended."""
         return self._task is not None and self._task.done()
 
     @property
@@ -75,7 +75,7 @@ class Running:
 
     @property
     def problems(self) -> Sequence[Exception]:
-        """The errors that have ended shards."""
+        """The errors that ended shards."""
         return self._problems
 
     @property
@@ -84,12 +84,12 @@ class Running:
         return self._blocks <= 1
 
     def release(self) -> bool:
-        """A block ends. True for the last block."""
+        """End a block. Return True for the last one."""
         self._blocks -= 1
         return self._blocks <= 0
 
     async def start(self) -> None:
-        """Check every shard, announce the handlers, and start the loops. A shard that is down is probed later."""
+        """Check every shard, announce the handlers, and start the loops. An unavailable shard is retried later."""
         ready: list[ShardRuntime] = []
         down: dict[str, DatabaseUnavailable] = {}
         try:
@@ -111,10 +111,10 @@ class Running:
             if len(down) == len(self._shards):
                 raise next(iter(down.values()))
         except BaseException:
-            await to_the_end(self._abandon())
+            await run_to_completion(self._abandon())
             raise
         for name, reason in down.items():
-            logger.error("shard %s is down and is probed until it comes: %s", name, reason, shard=name)
+            logger.error("shard %s is unavailable; retrying until it can be reached: %s", name, reason, shard=name)
         self._runs += [shard.start_run(self._roles) for shard in self._shards if shard not in ready]
         self._task = asyncio.create_task(self._run(set(down)), name="outboxio running")
         for watch in finding_watches(self._shards, self._hooks):
@@ -126,7 +126,7 @@ class Running:
             await shard.database.release_loops()
 
     async def stop(self) -> None:
-        """Wind all shards down. Raises :class:`ShutdownError` if outcomes were lost."""
+        """Shut all shards down. Raises :class:`ShutdownError` if outcomes were lost."""
         self._stopping = True
         for run in self._runs:
             run.leave()
@@ -141,7 +141,7 @@ class Running:
             for shard in self._shards:
                 await shard.flush_wakes()
         if self._problems:
-            self._raise_problem(ExceptionGroup("shards did not end well", self._problems))
+            self._raise_problem(ExceptionGroup("errors while the shards stopped", self._problems))
 
     async def _run(self, down: set[str]) -> None:
         try:
@@ -153,28 +153,28 @@ class Running:
                 shard.work = None
 
     async def _run_one(self, run: ShardRun, *, unprepared: bool) -> None:
-        """Run a shard. An error must not cancel the other shards, so :meth:`stop` raises the error at the end."""
+        """Run a shard. An error must not cancel the other shards, so :meth:`stop` raises it at the end."""
         try:
             await run.drive(unprepared=unprepared)
         except Exception as error:
             self._problems.append(error)
             if not self._stopping:
                 logger.critical(
-                    "all loops of shard %s have ended, its events wait", run.name, exc_info=error, shard=run.name
+                    "all loops of shard %s have stopped; its events wait", run.name, exc_info=error, shard=run.name
                 )
 
     @staticmethod
     def _raise_problem(group: BaseExceptionGroup[BaseException]) -> None:
-        lost, rest = group.split(ShutdownError)
-        if rest is not None:
-            raise rest
+        lost, other = group.split(ShutdownError)
+        if other is not None:
+            raise other
         assert lost is not None
         ids = [i for error in _leaves(lost) if isinstance(error, ShutdownError) for i in error.notification_ids]
         raise ShutdownError(ids) from group
 
 
 class RunHandle(Generic[T]):
-    """An ``async with outbox.running()``. The handle holds no task, so any task may leave the block."""
+    """The context manager of ``outbox.running()``. Any task may leave the block."""
 
     def __init__(self, enter: Callable[[], Awaitable[tuple[T, Leave]]]) -> None:
         """``enter`` returns the value of the block, and a function that ends the block."""
@@ -189,7 +189,7 @@ class RunHandle(Generic[T]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         assert self._leave is not None
-        await to_the_end(self._leave())
+        await run_to_completion(self._leave())
 
 
 def _leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
@@ -202,13 +202,13 @@ def _leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
     return found
 
 
-_LONGEST_LEAVE = 5.0  # seconds: a function of the application may ignore its cancellation
+_LONGEST_LEAVE = 5.0  # seconds: a user function may ignore its cancellation
 
 
 def finding_watches(
     shards: Sequence[ShardRuntime], receivers: Mapping[str, FindingHook], **options: Any
 ) -> list[FindingWatch]:
-    """What notifies each receiver of findings. The receivers share the evaluations."""
+    """Return a watch for each receiver of findings. They share the evaluations."""
     if not receivers:
         return []
     from outboxio.health.notices import FindingWatch, Watched
@@ -223,11 +223,11 @@ def finding_watches(
 _HEARTBEAT = 10.0  # seconds, far longer than the probe takes
 
 
-# Two shards that are the same database are found by a lock that each shard tries, which has a random name.
-
-
 async def refuse_same_database(shards: Sequence[ShardRuntime]) -> None:
-    """Raise :class:`SameDatabase` if a shard cannot take the lock, because a shard before has taken the lock."""
+    """Raise :class:`SameDatabase` if two shards are in the same database.
+
+    Each shard tries a lock with the same random name. The second shard of a database cannot acquire it.
+    """
     if len(shards) < 2:
         return
     probe = LockName(machine.token(16), "probe")
@@ -239,7 +239,7 @@ async def refuse_same_database(shards: Sequence[ShardRuntime]) -> None:
                 raise SameDatabase(held[-1], shard.name)
             held.append(shard.name)
     finally:
-        await to_the_end(_close_all(lock for _, lock in locks))
+        await run_to_completion(_close_all(lock for _, lock in locks))
 
 
 async def _close_all(locks: Iterable[ClusterLock]) -> None:

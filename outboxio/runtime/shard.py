@@ -1,6 +1,6 @@
-"""A shard, for as long as the outbox exists: a database, a clock, and the wake-ups that go in and out.
+"""A shard, for the lifetime of the outbox: a database, a clock, and the wake-ups it sends and receives.
 
-Shards share only the handlers, so a dead or slow shard delays no other shard. The loops of a shard belong to a
+Shards share only the handlers, so an unavailable or slow shard delays no other shard. The loops of a shard belong to a
 :class:`~outboxio.runtime.shard_run.ShardRun`.
 """
 
@@ -23,7 +23,7 @@ from outboxio.runtime.environment import Environment, Roles
 from outboxio.runtime.wakeups import WakeupSender
 from outboxio.statistics.shard import ShardStatistics
 from outboxio.storage.protocols import Database
-from outboxio.storage.schema import working
+from outboxio.storage.schema import loop_rights
 from outboxio.support.clock import ShardClock
 from outboxio.support.log import Fields, shared_fields
 
@@ -39,16 +39,16 @@ if TYPE_CHECKING:
 
 # The subjects of wake-ups between processes.
 EVENTS, NOTIFICATIONS, LOCKS, MOVED = "events", "notifications", "locks", "moved"
-WORK = "work"  # with notes: a pair of the sender and a list
-MOST_NOTES = 10  # of a message, which has room for 8,000 bytes on PostgreSQL
+WORK = "work"  # carries a pair of the sender and a list of notes
+MAX_NOTES = 10  # per message; PostgreSQL limits a message to 8,000 bytes
 _NOTES = msgspec.json.Decoder(tuple[str, list[WorkNote]])
 
 
 class ShardRuntime:
     """A database of an outbox.
 
-    A process that only writes events needs neither dispatch nor inbox, jobs or operators: the methods that make these
-    parts import them.
+    A process that only writes events needs no dispatch, inbox, jobs or operations, so these modules are imported by the
+    methods that create their objects.
     """
 
     def __init__(
@@ -66,10 +66,10 @@ class ShardRuntime:
         self.emitter = emitter
         self._is_first = is_first
         self.statistics = ShardStatistics(emitter.sent)
-        self.begin_anew()
+        self.reset()
 
-    def begin_anew(self) -> None:
-        """Forget the objects of the former event loop, because a new event loop takes over."""
+    def reset(self) -> None:
+        """Drop the objects of the previous event loop, because a new event loop takes over."""
         self._wakes = {
             kind: WakeupSender(self._sender(kind), self.name) for kind in (EVENTS, NOTIFICATIONS, LOCKS, MOVED)
         }
@@ -77,12 +77,12 @@ class ShardRuntime:
         self._notes: list[WorkNote] = []
         self.work: ShardRun | None = None
         self._inline: InlineRunner | None = None
-        self.stuck = StuckRows(self._came_back)
-        self.statistics.begin_anew()
+        self.stuck = StuckRows(self._finished_late)
+        self.statistics.reset()
 
     @cached_property
     def minutes(self) -> MinuteKeeper:
-        """The runs of each minute, for the table."""
+        """The runs per minute, for the table."""
         from outboxio.health.reporter import MinuteKeeper
 
         return MinuteKeeper(self.statistics)
@@ -103,9 +103,9 @@ class ShardRuntime:
     # --- wake-ups ------------------------------------------------------------------------------
 
     def committed(self, events: Sequence[EventRecord] | None = None) -> None:
-        """This process has committed events: wake fan-out here, and in the fleet if this process does not fan out.
+        """Wake fan-out after this process committed events: here, and in other processes if this one does not fan out.
 
-        ``events``: the committed events, if the caller knows the events.
+        ``events``: the committed events, if the caller knows them.
         """
         if self.work is not None:
             self.work.fanout.expect(events)
@@ -114,51 +114,51 @@ class ShardRuntime:
             self._wake_others(EVENTS)
 
     def became_due(self) -> None:
-        """Notifications were made, or made due. Any process may have the handlers."""
+        """Wake the find loops of all processes, because notifications became due."""
         if self.work is not None:
             self.work.signals.find.set()
         self._wake_others(NOTIFICATIONS)
 
     def unblocked(self) -> None:
-        """The dispatcher has made notifications due. It needs no wake-up for handlers of this process."""
+        """Wake other processes, because the dispatcher made notifications due. It does not need to wake itself."""
         self._wake_others(NOTIFICATIONS)
 
     def moved(self) -> None:
-        """After a change of the number of partitions, notifications became due behind the reads of other processes."""
+        """Wake other processes, because notifications became due behind their scan positions (new partition count)."""
         self._wake_others(MOVED)
 
     def send_note(self, note: WorkNote) -> None:
-        """Tell other processes which rows wait here, or that runs are free."""
+        """Notify other processes of waiting rows or of free capacity."""
         self._notes.append(note)
         self._wake_others(WORK)
 
-    def gave_back(self) -> None:
-        """This process has given locks of shared handlers back, or leaves."""
+    def locks_released(self) -> None:
+        """Wake other processes, because this one has released locks of shared handlers, or leaves."""
         self._wake_others(LOCKS)
 
     def decisions_changed(self) -> None:
-        """An operator has set a number of partitions, or cancels a run: read it, here and in all processes."""
+        """Make all processes read the decisions of operators: a partition count or a cancellation has changed."""
         if self.work is not None:
             self.work.loops.announce.wake()
         self._wake_others(LOCKS)
 
-    def operation_ordered(self, id: UUID) -> None:
-        """An operator has ordered an operation in the background, or its end: this process takes it, if it runs."""
+    def operation_requested(self, id: UUID) -> None:
+        """Take over a background operation that was requested or stopped here, if this process runs."""
         if self.work is not None:
             self.work.loops.takeover.expect(id)
             self.work.loops.operations.wake()
 
     @property
     def for_operators(self) -> AdminShard:
-        """This shard, as ``outbox.admin`` reaches the shard."""
+        """This shard, for ``outbox.admin``."""
         from outboxio.operations.recorder import AdminShard
 
         return AdminShard(
-            self.database, self.clock, self.changed_by_hand, self.decisions_changed, self.operation_ordered
+            self.database, self.clock, self.changed_by_hand, self.decisions_changed, self.operation_requested
         )
 
     def collector(self) -> Collector:
-        """Reads the facts of this shard, for ``outbox.admin`` and ``outbox.health()``."""
+        """Return a collector of the figures of this shard, for ``outbox.admin`` and ``outbox.health()``."""
         from outboxio.health.collector import Collector
 
         environment = self.environment
@@ -168,13 +168,13 @@ class ShardRuntime:
         )  # fmt: skip
 
     def changed_by_hand(self) -> None:
-        """An operator or retention has ended rows, or made rows due. Other rows may have waited for that."""
+        """Find rows that waited for rows that an operator or retention has ended or made due."""
         if self.work is not None:
             self.work.dispatcher.sweep_stranded_keys()
         self.became_due()
 
-    def heard(self, payload: str) -> None:
-        """A wake-up of any process has come, perhaps of this process."""
+    def receive_wakeup(self, payload: str) -> None:
+        """Process a wake-up of any process, possibly of this one."""
         kind, _, sender = payload.partition(" ")
         if self.work is None or sender == self.environment.owner:
             return
@@ -182,7 +182,7 @@ class ShardRuntime:
             sender, notes = _NOTES.decode(sender)
             for note in notes:
                 if sender != self.environment.owner and note.to in ("", self.environment.owner):
-                    self.work.dispatcher.transfers.heard(sender, note)
+                    self.work.dispatcher.transfers.receive(sender, note)
         elif kind == EVENTS:
             self.work.signals.fan_out.set()
         elif kind == NOTIFICATIONS:
@@ -195,7 +195,7 @@ class ShardRuntime:
             self.work.loops.announce.wake()  # the decisions of operators may have changed
 
     async def flush_wakes(self) -> None:
-        """Send the wake-ups that are due, and end the sender's tasks."""
+        """Send the wake-ups that are due, and end the tasks of the senders."""
         for sender in self._wakes.values():
             await sender.close()
 
@@ -208,27 +208,27 @@ class ShardRuntime:
         return lambda: self.database.notify(environment.channel, f"{kind} {environment.owner}")
 
     async def _send_notes(self) -> None:
-        notes, self._notes = self._notes[:MOST_NOTES], self._notes[MOST_NOTES:]
+        notes, self._notes = self._notes[:MAX_NOTES], self._notes[MAX_NOTES:]
         payload = msgspec.json.encode((self.environment.owner, notes)).decode()
         await self.database.notify(self.environment.channel, f"{WORK} {payload}")
         if self._notes:
             self._wakes[WORK].send_soon()
 
-    def _came_back(self) -> None:
-        """A stuck run has ended. The run may belong to an earlier shard run."""
+    def _finished_late(self) -> None:
+        """Find the rows of a stuck run that has ended. It may belong to an earlier shard run."""
         if self.work is not None:
             self.work.dispatcher.sweep_all()
 
     # --- work ----------------------------------------------------------------------------------
 
     async def prepare(self, roles: Roles) -> None:
-        """Check the connections, the schema and the clock before any loop begins."""
-        self.database.require_room(loops=2 + roles.fanout + 2 * roles.handling)
+        """Check the connections, the schema and the clock before any loop starts."""
+        self.database.require_capacity(loops=2 + roles.fanout + 2 * roles.handling)
         try:
             await self.database.refuse_shared_sessions()
             await self.database.check_connections()
             await self.database.schema.check(
-                working(self.database.dialect, fanout=roles.fanout, handling=roles.handling)
+                loop_rights(self.database.dialect, fanout=roles.fanout, handling=roles.handling)
             )
             self._check_names()
             await self.clock.measure(self.database.now)
@@ -242,7 +242,7 @@ class ShardRuntime:
                 raise ConfigurationError(f"shard {self.name!r}: {name!r} {reason}")
 
     def start_run(self, roles: Roles, *, drains: bool = False) -> ShardRun:
-        """Make the parts of a ``running()``, or of a ``drain()``."""
+        """Create the shard run of a ``running()`` or a ``drain()``."""
         from outboxio.runtime.shard_run import ShardRun
 
         with shared_fields(**self.log_fields):  # for the tasks of handlers
@@ -250,7 +250,7 @@ class ShardRuntime:
         return run
 
     def takeover(self, fans_out: Callable[[], bool]) -> Takeover:
-        """The part of a shard run that carries out the operations that wait for a process."""
+        """Return the part of a shard run that carries out background operations."""
         from outboxio.operations.takeover import Takeover
 
         environment = self.environment
@@ -260,7 +260,7 @@ class ShardRuntime:
         )  # fmt: skip
 
     def handling(self, stopping: asyncio.Event, *, inline: bool = False) -> HandlingSetup:
-        """The parts that handlers work with. ``stopping``: set when handlers should come to an end."""
+        """Return what handlers need to run. ``stopping``: set when handlers should finish."""
         environment = self.environment
         telemetry = environment.telemetry.chosen
         context = HandlerContext(
@@ -282,7 +282,7 @@ class ShardRuntime:
         )  # fmt: skip
 
     def for_jobs(self) -> JobSetup:
-        """The parts that jobs work with."""
+        """Return what jobs need to run."""
         from outboxio.jobs.runner import JobSetup
 
         environment = self.environment
@@ -294,7 +294,7 @@ class ShardRuntime:
         )  # fmt: skip
 
     def scheduler(self, run: ShardRun, *, runs: bool) -> JobScheduler:
-        """The part of a shard run that starts jobs. ``runs``: False for a shard run that leaves jobs to others."""
+        """Return the part of a shard run that starts jobs. ``runs``: False if this shard run starts none."""
         from outboxio.jobs.scheduler import JobScheduler
 
         environment = self.environment
@@ -302,11 +302,11 @@ class ShardRuntime:
         return JobScheduler(
             self.for_jobs(), environment.jobs, environment.owner, run.stopping,
             locks=locks, holds=lambda name: run.locks.holds(name), wake=run.signals.jobs,
-            transactions=lambda: run.dispatcher.for_jobs, home=lambda: run.dispatcher.caller.home,
+            transactions=lambda: run.dispatcher.for_jobs, shard_task=lambda: run.dispatcher.caller.shard_task,
         )  # fmt: skip
 
     def inline(self) -> InlineRunner:
-        """The runner of handlers for ``inbox.consume``, outside of any shard run."""
+        """Return the runner of handlers for ``inbox.consume``, outside of any shard run."""
         from outboxio.inbox.inline import InlineRunner
 
         if self._inline is None:

@@ -1,7 +1,7 @@
-"""A shard between entering and leaving ``running()``: locks, fan-out, dispatch, each driven by a loop.
+"""A shard inside ``running()``: locks, fan-out and dispatch, each driven by a loop.
 
-The parts are made in this order, and each part is given earlier parts: the signals, the lock manager, the dispatcher,
-fan-out, the loops. A service sets a signal, and the loop of that signal does a round.
+The parts are created in this order, and each gets the earlier ones: signals, lock manager, dispatcher, fan-out, loops.
+When a service sets a signal, the loop of that signal does a round.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 from outboxio.dispatch.dispatcher import Dispatcher
 from outboxio.errors import ShutdownError
 from outboxio.fanout.fanout import Announcer, Fanout
-from outboxio.loops.flood import end_floods
+from outboxio.loops.blocked_loop import watched
+from outboxio.loops.log_limiter import flush_limiters
 from outboxio.loops.loop import Loop, RoundResult, Signals
-from outboxio.loops.standstill import watched
 from outboxio.model.lock_name import LockName, Slot
 from outboxio.model.outcome import Lease
 from outboxio.operations.retention import Housekeeping
@@ -36,24 +36,24 @@ if TYPE_CHECKING:
 logger = log_of(__name__)
 
 _LONGEST_LEAVE = 5.0
-_PROBE_DELAY = 1.0  # seconds between two tries to reach a shard that is down
-_CLOCKS_DIFFER = 0.25  # seconds: two processes that measured the database's clock in haste may differ by so much
+_PROBE_DELAY = 1.0  # seconds between two attempts to reach an unavailable shard
+_CLOCKS_DIFFER = 0.25  # seconds by which two measurements of the database clock may differ
 
 
 class ShardRun:
-    """The work of a shard in ``running()``, or in a ``drain()``: from taking the locks to giving the locks back."""
+    """The work of a shard in a ``running()`` or ``drain()``, from acquiring the locks to releasing them."""
 
     def __init__(self, shard: ShardRuntime, roles: Roles, *, drains: bool = False) -> None:
-        """``drains``: take every lock that is free, and share no handler."""
+        """``drains``: acquire every free lock, and share no handler."""
         environment = shard.environment
         settings, namespace = environment.settings, environment.namespace
         self.shard, self._roles = shard, roles
         self._leave, self.stopping = asyncio.Event(), asyncio.Event()
         self._proven_until = float("-inf")
         self.prepared_at: float | None = None
-        """The event loop's moment since when the schema fits and the loops work; ``None`` before."""
+        """When the schema was checked and the loops started (event loop time); ``None`` before."""
         self.probe: Loop | None = None
-        """The loop that tries to reach a shard that was down; ``None`` if the shard was never down."""
+        """The loop that tries to reach an unavailable shard; ``None`` if the shard was available from the start."""
         self.signals = Signals()
         heartbeat = settings.lock_heartbeat.total_seconds()
         channel = environment.channel if settings.notify else None
@@ -62,7 +62,7 @@ class ShardRun:
         self.locks = LockManager(
             shard.database.cluster_lock(environment.owner, channel, heartbeat, environment.longest_block),
             self.membership, shard.clock,
-            heartbeat=heartbeat, observer=self, heard=shard.heard, wake=self.signals.locks,
+            heartbeat=heartbeat, observer=self, on_wakeup=shard.receive_wakeup, wake=self.signals.locks,
         )  # fmt: skip
         setup = self.setup = shard.handling(self.stopping)
         self.dispatcher = Dispatcher(setup, signals=self.signals, locks=self.locks, wakeups=shard, stuck=shard.stuck)
@@ -76,7 +76,7 @@ class ShardRun:
         )  # fmt: skip
         self.housekeeping = Housekeeping(
             namespace, shard.database, shard.clock, settings, fans_out=self._holds_fanout,
-            seen_since=self.announcer.seen_since, expired=self._expired, hears_of_partitions=roles.handling,
+            seen_since=self.announcer.seen_since, expired=self._expired, receives_partition_counts=roles.handling,
             purged=shard.statistics.purged_from,
         )  # fmt: skip
         self.announce = Following(self, handling=roles.handling).run_once
@@ -88,7 +88,7 @@ class ShardRun:
         self.loops = RunLoops(shard, self.signals, roles, services)
 
     def _join(self, *, drains: bool) -> Membership:
-        """The membership of this process among the processes that share handlers."""
+        """Create the membership of this process among the processes that share handlers."""
         shard, environment = self.shard, self.shard.environment
         settings, database = environment.settings, shard.database
         share = PartitionShare(
@@ -106,7 +106,7 @@ class ShardRun:
             member, database.partitions, share, shard.clock, self.signals, control=self
         )  # fmt: skip
         if self._roles.handling and (database.partitions is None or not environment.may_share):
-            membership.heed(environment.handlers.names_to_run, {})  # the locks are taken before the first announcement
+            membership.apply(environment.handlers.names_to_run, {})  # acquires the locks before the first announcement
         return membership
 
     @property
@@ -124,12 +124,12 @@ class ShardRun:
 
     @property
     def is_leaving(self) -> bool:
-        """True as soon as the outbox is left."""
+        """True once the outbox begins to shut down."""
         return self._leave.is_set()
 
     @property
     def answered_at(self) -> float:
-        """The event loop's moment at which the database has last answered, as far as the loops tell."""
+        """When the database last answered a loop (event loop time)."""
         return max(self.prepared_at or float("-inf"), self.loops.answered_at(fans_out=self.fans_out))
 
     # --- changes of the locks ------------------------------------------------------------------
@@ -153,15 +153,15 @@ class ShardRun:
         if name.role == "dispatch":
             self.dispatcher.lose(name.slot)
         elif name.role == "fanout":
-            self.signals.find.set()  # another process fans out from now on, so finding may have to be eager
+            self.signals.find.set()  # another process fans out now, so finding may have to poll quickly
 
-    def locks_proven_until(self, moment: float) -> None:
+    def locks_proven_until(self, until: float) -> None:
         """See :class:`~outboxio.runtime.lock_manager.LockObserver`."""
         was_over = asyncio.get_running_loop().time() >= self._proven_until
-        self._proven_until = moment
-        self.dispatcher.trust_until(moment)
+        self._proven_until = until
+        self.dispatcher.trust_until(until)
         if was_over:
-            # A wake-up that came meanwhile had no effect, because no row was allowed to start.
+            # Wake-ups since then had no effect, because no row was allowed to start.
             self.signals.fan_out.set()
             self.signals.find.set()
 
@@ -177,22 +177,22 @@ class ShardRun:
         """See :class:`~outboxio.runtime.membership.SlotControl`."""
         return self.dispatcher.in_flight(slot)
 
-    def is_sick(self, now: float) -> bool:
+    def is_stalled(self, now: float) -> bool:
         """See :class:`~outboxio.runtime.membership.SlotControl`."""
-        return self.dispatcher.is_sick(now)
+        return self.dispatcher.is_stalled(now)
 
-    def gave_back(self) -> None:
+    def locks_released(self) -> None:
         """See :class:`~outboxio.runtime.membership.SlotControl`."""
-        self.shard.gave_back()
+        self.shard.locks_released()
 
     async def unowned(self, slots: Sequence[Slot]) -> None:
         """See :class:`~outboxio.runtime.membership.SlotControl`."""
-        await self.housekeeping.unowned.look(slots)
+        await self.housekeeping.unowned.check(slots)
 
     def find_for_other_clocks(self) -> None:
-        """Another process may have made notifications that are due by its clock, and by ours perhaps 0.25 s later.
+        """Find rows that another process made due, now and 0.25 s later, because the clocks of processes may differ.
 
-        Or that process has ended rows for which rows of this process have waited.
+        Rows of this process may also have waited for rows that the other process has ended.
         """
         self.dispatcher.sweep_stranded_keys()
         self.loops.find.wake(again_after=_CLOCKS_DIFFER)
@@ -200,21 +200,21 @@ class ShardRun:
     # --- running -------------------------------------------------------------------------------
 
     async def drive(self, *, unprepared: bool) -> None:
-        """Drive all loops until :meth:`leave`, then wind down. ``unprepared``: probe the shard first."""
-        standstills = watched(self.dispatcher.running, self.stood_still)
-        with standstills, shared_fields(**self.shard.log_fields), self._reporting.shown():
+        """Drive all loops until :meth:`leave`, then shut down. ``unprepared``: wait for the shard first."""
+        blocks = watched(self.dispatcher.running, self.was_blocked)
+        with blocks, shared_fields(**self.shard.log_fields), self._reporting.shown():
             try:
                 await self._drive(unprepared=unprepared)
             except asyncio.CancelledError:
-                # The event loop ends without leaving running(). Outcomes and locks are still worth a moment.
+                # The event loop ends without leaving running(): write the outcomes and release the locks all the same.
                 await self.abandon()
                 raise
             finally:
-                end_floods()
+                flush_limiters()
 
     async def _drive(self, *, unprepared: bool) -> None:
-        self.dispatcher.caller.home = asyncio.current_task()
-        if unprepared and not await self._prepare_at_last():
+        self.dispatcher.caller.shard_task = asyncio.current_task()
+        if unprepared and not await self._prepare_with_retries():
             return
         self.prepared_at = asyncio.get_running_loop().time()
         problem: ShutdownError | None = None
@@ -224,18 +224,18 @@ class ShardRun:
             problem = await self._wind_down()
             _, late = await asyncio.wait(tasks, timeout=_LONGEST_LEAVE)
             for task in late:
-                task.cancel()  # a statement that is never answered must not keep the application from leaving
+                task.cancel()  # a statement that never returns must not block the shutdown of your application
         await self._release_connections()
         if problem is not None:
             raise problem
 
     def leave(self) -> None:
-        """Begin to wind down: handlers see ``envelope.stopping``."""
+        """Begin to shut down, and set ``envelope.stopping`` for the handlers."""
         self.stopping.set()
         self._leave.set()
 
-    async def _prepare_at_last(self) -> bool:
-        """Try to prepare the shard, with backoff. True if that succeeds before the outbox is left."""
+    async def _prepare_with_retries(self) -> bool:
+        """Prepare the shard, retrying with backoff. Return False if the outbox shuts down before that succeeds."""
         is_prepared = False
 
         async def prepare() -> RoundResult:
@@ -255,11 +255,11 @@ class ShardRun:
         return is_prepared
 
     async def _wind_down(self) -> ShutdownError | None:
-        """Stop finding, let handlers end, write every outcome, give the locks back: in this order."""
+        """Stop finding, wait for the handlers, write every outcome, release the locks: in this order."""
         self.loops.stop_finding()
         problem = None
         self.jobs.begin_to_stop(self.shard.environment.settings.shutdown_timeout.total_seconds())
-        await self._tell_that_it_leaves()
+        await self._announce_leaving()
         try:
             await self.dispatcher.stop(self.shard.environment.settings.shutdown_timeout.total_seconds())
         except ShutdownError as error:
@@ -270,18 +270,21 @@ class ShardRun:
         await asyncio.gather(self._release_locks(), self._reporting.leave())
         return problem
 
-    async def _tell_that_it_leaves(self) -> None:
-        """Let other processes take over each partition as soon as it is idle here. The database may be gone."""
+    async def _announce_leaving(self) -> None:
+        """Let other processes take over each partition once it is idle here. The database may be unavailable."""
         try:
             async with asyncio.timeout(_LONGEST_LEAVE):
                 await self.membership.begin_to_leave()
         except Exception as error:
             logger.warning(
-                "shard %s could not say that this process leaves: %s", self.shard.name, error, shard=self.shard.name
+                "could not remove this process from the cluster view of shard %s: %s",
+                self.shard.name,
+                error,
+                shard=self.shard.name,
             )
 
     async def abandon(self) -> None:
-        """Cancel the workers without a grace period, and give back locks and connections. So ends a drain."""
+        """Cancel the workers without a grace period, and release locks and connections, as at the end of a drain."""
         try:
             await self.jobs.end()
             await self.dispatcher.stop(0)
@@ -292,31 +295,34 @@ class ShardRun:
             await self.shard.flush_wakes()
 
     async def _release_locks(self) -> None:
-        """Give the locks back, within 5 s: the database may be gone."""
+        """Release the locks, within 5 s: the database may be unavailable."""
         try:
             async with asyncio.timeout(_LONGEST_LEAVE):
                 await self.locks.release()
                 await self.membership.leave()
         except Exception as error:
             logger.warning(
-                "the locks of shard %s end with their session: %s", self.shard.name, error, shard=self.shard.name
+                "could not release the locks of shard %s; they end with their session: %s",
+                self.shard.name,
+                error,
+                shard=self.shard.name,
             )
 
     async def _release_connections(self) -> None:
-        """Close the loops' connections, after the end of every task that would open a connection again."""
+        """Close the connections of the loops, after every task that could reopen one has ended."""
         try:
             async with asyncio.timeout(_LONGEST_LEAVE):
                 await self.shard.database.release_loops()
         except Exception as error:
             logger.warning(
-                "the connections of shard %s could not be given back: %s", self.shard.name, error,
+                "could not release the connections of shard %s: %s", self.shard.name, error,
                 shard=self.shard.name,
             )  # fmt: skip
 
-    # --- the rest ------------------------------------------------------------------------------
+    # --- counters ------------------------------------------------------------------------------
 
-    def stood_still(self, seconds: float) -> None:
-        """The event loop stood still."""
+    def was_blocked(self, seconds: float) -> None:
+        """Count a block of the event loop."""
         self.counters.standstills += 1
 
     def _expired(self, number: int) -> None:

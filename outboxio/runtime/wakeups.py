@@ -1,8 +1,7 @@
-"""Wake-ups between processes: the first wake-up of a burst at once, and the rest of the burst together.
+"""Wake-ups between processes: the first one of a burst is sent at once, and the others are merged.
 
-A wake-up is sent after the commit and on a separate connection, never inside a transaction of an action. A NOTIFY
-inside the transaction takes a lock of the whole database cluster at COMMIT, and more than halves the throughput of the
-server.
+A wake-up is sent after the commit and on a separate connection, never inside the transaction of an action. A NOTIFY
+inside the transaction takes a cluster-wide lock at COMMIT, which more than halves the throughput of the server.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from outboxio.support.log import log_of
 logger = log_of(__name__)
 
 PAUSE = 0.05  # seconds between two wake-ups of a process
-LONGEST_GAP = PAUSE + 0.02  # seconds until the next wake-up of a burst has been sent and heard
+LONGEST_GAP = PAUSE + 0.02  # seconds until the next wake-up of a burst has been sent and received
 
 
 class WakeupSender:
-    """Sends a single kind of wake-up, at most once per pause. The sender's task lasts as long as a burst.
+    """Sends one kind of wake-up, at most once per pause. Its task lasts as long as a burst.
 
     A wake-up that fails is only logged, because polling finds the rows later.
     """
@@ -37,13 +36,13 @@ class WakeupSender:
         self.failures = 0
 
     def send_soon(self) -> None:
-        """Send a wake-up soon. The call is nearly free while a wake-up is due already."""
+        """Send a wake-up soon. The call costs nearly nothing if one is already due."""
         self._due = True
         if self._task is None or self._task.done():
             self._task = asyncio.get_running_loop().create_task(self._run(), name="outboxio notifier")
 
     async def close(self) -> None:
-        """Send the wake-up that is due, and end the task."""
+        """Send the wake-up that is due, if any, and end the task."""
         task = self._task
         if task is not None and not task.done():
             self._closing = True
@@ -68,6 +67,6 @@ class WakeupSender:
             self.failures += 1
             logger.log(
                 logging.WARNING if self.failures == 1 else logging.DEBUG,
-                "a wake-up could not be sent, other processes will find the work by polling: %s", error,
+                "could not send a wake-up; other processes find the work by polling: %s", error,
                 shard=self._shard, failures=self.failures,
             )  # fmt: skip

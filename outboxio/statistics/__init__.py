@@ -1,1 +1,1 @@
-"""Statistics: what this process did, as plain numbers in memory that only rise."""
+"""Statistics of the work of this process, kept in memory as plain numbers."""

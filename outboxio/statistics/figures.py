@@ -1,6 +1,6 @@
-"""Buckets: a histogram counts the values between fixed bounds, so 17 numbers tell a percentile.
+"""Histograms with fixed bounds, so that 17 counts are enough for a percentile.
 
-The bounds grow by factors. The counts are stored in ``handler_minutes``, so released bounds never change.
+The counts are stored in ``handler_minutes``, so released bounds never change.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ class Histogram:
     __slots__ = ("bounds", "buckets", "seconds")
 
     def __init__(self, bounds: Sequence[float]) -> None:
-        """``bounds``: the upper bounds of all buckets but the last, in seconds."""
+        """``bounds``: the upper bounds of all buckets except the last, in seconds."""
         self.bounds = bounds
         self.buckets = [0] * (len(bounds) + 1)
-        """How many values each bucket has."""
+        """The number of values in each bucket."""
         self.seconds = 0.0
         """The sum of all values."""
 
     def add(self, seconds: float) -> None:
-        """Count a value. A value that is equal to a bound belongs to the bucket below the bound."""
+        """Count a value. A value equal to a bound belongs to the bucket below it."""
         self.buckets[bisect_left(self.bounds, seconds)] += 1
         self.seconds += seconds
 
     @property
     def number(self) -> int:
-        """How many values were counted."""
+        """The number of counted values."""
         return sum(self.buckets)
 
     def percentile(self, share: float) -> float | None:
@@ -53,25 +53,25 @@ class Histogram:
 
 
 def percentile(bounds: Sequence[float], buckets: Sequence[int], share: float) -> float | None:
-    """The upper bound, in seconds, of the bucket that holds the value above ``share`` of all values.
+    """Return a percentile in seconds: the upper bound of the bucket that contains it.
 
-    Infinity if that is the last bucket; ``None`` if all buckets are empty. A value in a bucket may be as small as the
-    next lower bound.
+    Infinity for the last bucket; ``None`` if all buckets are empty. The actual value may be as small as the next lower
+    bound.
 
     Example::
 
         percentile(DURATIONS, buckets, 0.95)  # 0.25: 95 % of the runs took at most 0.25 s
     """
-    wanted, seen = share * sum(buckets), 0
+    rank, seen = share * sum(buckets), 0
     for bound, number in zip((*bounds, float("inf")), buckets, strict=True):
         seen += number
-        if number and seen >= wanted:
+        if number and seen >= rank:
             return bound
     return None
 
 
 def added(histograms: Iterable[Sequence[int]]) -> list[int]:
-    """The buckets of several histograms with equal bounds, added up."""
+    """Add up the buckets of several histograms with equal bounds."""
     return [sum(numbers) for numbers in zip(*histograms, strict=True)]
 
 
@@ -87,12 +87,12 @@ class Counters(Struct):
     dead: int = 0
     skipped: int = 0
     dying: int = 0
-    """Verdicts and failed hooks: the hook is still owed."""
+    """DYING rows and failed hooks, whose hook has yet to be called."""
     refused: int = 0
-    """Outcomes that the fence refused: a second process holds the handler now, or the row was settled already."""
+    """Outcomes that were rejected because another process holds the handler, or the row was already settled."""
     stuck: int = 0
     standstills: int = 0
-    """How often the event loop stood still for about a second or longer."""
+    """How often the event loop was blocked for about a second or longer."""
 
     def count(self, state: State, number: int) -> None:
         name = state.lower()
@@ -101,17 +101,17 @@ class Counters(Struct):
 
 # --- figures --------------------------------------------------------------------------------------
 #
-# Figures: the numbers of the tables that metrics show, as the holder of the fan-out lock has last read them.
+# The counts of table rows for metrics, as last read by the holder of the fan-out lock.
 
 
 class HandlerFigures(Struct, frozen=True, kw_only=True):
-    """The notifications of a handler. Every number is counted up to a bound."""
+    """The notifications of a handler. All counts have an upper limit."""
 
     due: int = 0
     due_age: float = 0.0
-    """Seconds for which the oldest due notification has been due; 0.0 without such a notification."""
+    """How long the oldest due notification has been due, in seconds; 0.0 if none is due."""
     retrying: int = 0
-    """Notifications that are due later: they wait for a retry or for their moment."""
+    """Notifications that are due later: they wait for a retry or for their scheduled time."""
     dead: int = 0
     """DEAD and EXPIRED notifications that retention still keeps."""
     dead_recently: int = 0
@@ -124,25 +124,25 @@ class JobFigures(Struct, frozen=True, kw_only=True):
     """The row of a job."""
 
     due_age: float = 0.0
-    """Seconds for which the job has been due without a run; 0.0 while the job waits, runs or is paused."""
+    """How long the job has been due without a run, in seconds; 0.0 while it waits, runs or is paused."""
     failing: bool = False
-    """True if the last run did not succeed, and its attempts are used up."""
+    """True if the last run did not succeed and no attempts are left."""
     paused: bool = False
 
 
 class Figures(Struct, frozen=True, kw_only=True):
-    """The tables of a shard."""
+    """Figures read from the tables of a shard."""
 
     handlers: Mapping[str, HandlerFigures] = {}
-    """By the present name of the handler, or the stored name without a handler here."""
+    """By the current name of the handler, or by the stored name if this process lacks the handler."""
     waiting: Mapping[tuple[str, str], int] = {}
     """Unfinished notifications by handler and reason."""
     jobs: Mapping[str, JobFigures] = {}
     """By the name of the job, on the first shard."""
     undelivered: int = 0
-    """Events that wait for fan-out, and that a handler wants."""
+    """Events that wait for fan-out and have a subscribed handler."""
     undelivered_age: float = 0.0
-    """Seconds for which the oldest event has waited for fan-out; 0.0 without such an event."""
+    """How long the oldest such event has waited, in seconds; 0.0 without one."""
     unwanted: int = 0
-    """Events that wait and that no handler wants by type. Events on a topic count here while fan-out is behind."""
+    """Waiting events of types without a handler. Events on a topic count here while fan-out is behind."""
     unroutable: int = 0

@@ -1,11 +1,11 @@
-"""The statistics of a handler: how its runs ended, how long they took, and how late they began.
+"""The statistics of a handler: how its runs ended, how long they took, and how late they started.
 
-The numbers are plain integers and floats in slots. Only the event loop of the outbox writes the numbers, so no lock is
-needed, and any thread may read. A run costs about 0.3 us.
+The values are plain integers and floats in slots. Only the event loop of the outbox writes them, so no lock is needed,
+and any thread may read them. A run costs about 0.3 us.
 
-A row counts once for each run, by the state that the run led to. A run without an outcome does not count: a run that
-the shutdown cut short, or a row that a second process has taken. A row that is put to rest (``runs/resting.py``)
-does not count either. With a hook, a row counts as dead or expired as soon as the verdict is there.
+A row counts once per run, by the resulting state. Runs without an outcome do not count: they were interrupted by the
+shutdown, or another process has claimed the row. Deferred rows (``runs/deferral.py``) do not count either. With a
+hook, a row counts as dead or expired as soon as it is DYING.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ OUTCOMES = ("succeeded", "failed", "dead", "expired", "skipped")
 """The outcomes that are counted; a failed row will be retried."""
 
 
-class AnyRest(Protocol):
-    """The rest of a handler, as the statistics see the rest."""
+class AnyCircuit(Protocol):
+    """The open circuit of a handler, as the statistics use it."""
 
     @property
     def reason(self) -> str:
@@ -38,43 +38,43 @@ class AnyRest(Protocol):
 
     @property
     def since(self) -> float:
-        """When the first run found the service away, by the event loop's clock."""
+        """When the first run found the service unavailable (event loop time)."""
         ...
 
 
 class AnyQuota(Protocol):
-    """The quota of a queue, as the statistics see the quota."""
+    """The quota of a queue, as the statistics use it."""
 
     @property
     def allowed(self) -> int:
-        """Runs at the same time in this process, at most."""
+        """The maximum number of concurrent runs in this process."""
         ...
 
     @property
-    def rest(self) -> AnyRest | None:
-        """The rest of the handler, if the handler rests."""
+    def circuit(self) -> AnyCircuit | None:
+        """The open circuit of the handler, if any."""
         ...
 
 
 class Queue(Protocol):
-    """The queue of a handler, as the statistics see the queue."""
+    """The queue of a handler, as the statistics use it."""
 
     @property
     def quota(self) -> AnyQuota: ...
 
     @property
     def running(self) -> Sized:
-        """The runs that go on."""
+        """The active runs."""
         ...
 
     @property
     def is_rate_limited(self) -> bool:
-        """True if the rate of the handler holds ready rows back."""
+        """True if ready rows wait for the rate limit of the handler."""
         ...
 
 
 class HandlerStatistics:
-    """The runs of a handler in this process, on a shard, since the outbox was made."""
+    """The runs of a handler in this process and on a shard, since the outbox was created."""
 
     __slots__ = (
         "_consumer", "_queue", "alert_age", "dead", "error_types", "expired", "failed", "failures", "lag", "skipped",
@@ -87,77 +87,77 @@ class HandlerStatistics:
         """Rows that will be retried."""
         self.dead = 0
         self.expired = 0
-        """Rows that ended by retention, after a failure or without a run."""
+        """Rows that expired, after a failure or without a run."""
         self.skipped = 0
-        """Rows that ended without a run, because the handler does not want such events."""
+        """Rows that were skipped without a run, such as events before the start date."""
         self.unavailable = 0
-        """Runs that found a service away. No row of such a run is counted."""
+        """Runs that found a service unavailable. Their rows are not counted."""
         self.successes = self.new_durations("succeeded", "")
-        """The durations of the runs that succeeded. A batch is a single run."""
+        """The durations of successful runs. A batch is a single run."""
         self.failures: dict[tuple[str, str], Histogram] = {}
-        """The durations of all other runs, by outcome and class of the error."""
+        """The durations of all other runs, by outcome and error class."""
         self.lag = self.new_lag()
-        """The time from the moment at which a row was due to the start of its run."""
+        """The time from when a row was due to the start of its run."""
         self.error_types: set[str] = set()
-        """The classes of errors that have a histogram: at most 10, further classes are ``other``."""
+        """The error classes with their own histogram, at most 10; further ones count as ``other``."""
         self.stuck = 0
-        """Stuck runs that still go on."""
+        """Stuck runs that have not ended."""
         self.alert_age: float | None = None
-        """The age, in seconds, of a due notification from which the handler counts as behind."""
+        """The age of a due notification, in seconds, above which the handler counts as behind."""
         self._queue: Callable[[], Queue | None] = _no_queue
         self._consumer: Callable[[], Queue | None] = _no_queue
 
     def follow(self, queue: Queue) -> None:
-        """The queue of a shard run that begins. The statistics keep no queue alive."""
+        """Use the queue of a new shard run. Only a weak reference to it is kept."""
         self._queue = weakref.ref(queue)
 
     def follow_consumer(self, queue: Queue) -> None:
-        """The queue in which ``inbox.consume`` runs the handler."""
+        """Use the queue in which ``inbox.consume`` runs the handler."""
         self._consumer = weakref.ref(queue)
 
-    def begin_anew(self) -> None:
-        """A new event loop takes over: the runs of the former event loop do not go on."""
+    def reset(self) -> None:
+        """Reset for a new event loop: the runs of the previous one do not continue."""
         self.stuck = 0
         self._queue = self._consumer = _no_queue
 
     @property
     def queue(self) -> Queue | None:
-        """The queue of the shard run that goes on; ``None`` if the handler is not run here."""
+        """The queue of the current shard run; ``None`` if the handler is not run here."""
         return self._queue()
 
     @property
     def limit(self) -> int | None:
-        """Runs at the same time in this process, at most; ``None`` if the handler is not run here."""
+        """The maximum number of concurrent runs in this process; ``None`` if the handler is not run here."""
         queue = self.queue
         return None if queue is None else queue.quota.allowed
 
     @property
-    def rest(self) -> AnyRest | None:
-        """Why and since when the handler rests; ``None`` if the handler does not rest, or is not run here."""
+    def circuit(self) -> AnyCircuit | None:
+        """Why and since when the circuit is open; ``None`` if it is closed, or the handler is not run here."""
         queue = self.queue
-        return None if queue is None else queue.quota.rest
+        return None if queue is None else queue.quota.circuit
 
     @property
     def is_rate_limited(self) -> bool:
-        """True if the rate of the handler holds ready rows back in this process."""
+        """True if ready rows wait for the rate limit of the handler in this process."""
         queue = self.queue
         return queue is not None and queue.is_rate_limited
 
     @property
     def in_flight(self) -> int:
-        """The number of runs that go on, without stuck runs."""
+        """The number of active runs, not counting stuck runs."""
         return sum(0 if queue is None else len(queue.running) for queue in (self._queue(), self._consumer()))
 
     # --- runs ----------------------------------------------------------------------------------
 
     def ended(self, outcome: Outcome, lag_us: int, seconds: float) -> None:
-        """A run for a single row has ended. ``lag_us``: from the due moment to the start, in us."""
+        """Count a run of a single row. ``lag_us``: from the due time to the start, in us."""
         if outcome.state is SUCCEEDED:
             self.succeeded += 1
             durations = self.successes
         else:
             durations = self.durations_of(self.count(outcome), outcome.error_type)
-        # As Histogram.add, without two calls for each run.
+        # Histogram.add, without two calls per run.
         durations.buckets[bisect_left(DURATIONS, seconds) if seconds > DURATIONS[0] else 0] += 1
         durations.seconds += seconds
         lag = self.lag
@@ -166,13 +166,13 @@ class HandlerStatistics:
             lag.seconds += lag_us * 1e-6
 
     def waited(self, lags_us: Iterable[int]) -> None:
-        """The rows of a batch have waited so long, in us, from the due moment to the start."""
+        """Add the times from the due time of each row of a batch to its start, in us."""
         for lag_us in lags_us:
             self.lag.add(max(0, lag_us) * 1e-6)
 
     def count(self, outcome: Outcome) -> str:
-        """Count a row without its run: a row of a batch, or a row that ends without a run. Returns the outcome."""
-        state = outcome.verdict or outcome.state
+        """Count a row of a batch, or a row that ends without a run. Return the outcome."""
+        state = outcome.final_state or outcome.state
         if state is State.SUCCEEDED:
             self.succeeded += 1
             return "succeeded"
@@ -189,7 +189,7 @@ class HandlerStatistics:
         return "dead"
 
     def durations_of(self, outcome: str, error_type: str | None) -> Histogram:
-        """The durations of runs that ended with an error of this class."""
+        """Return the histogram of runs that ended with an error of this class."""
         kind = error_type or OTHER
         if kind not in self.error_types:
             if len(self.error_types) < MOST_ERROR_TYPES:
@@ -202,16 +202,16 @@ class HandlerStatistics:
         return found
 
     def new_durations(self, outcome: str, error_type: str) -> Histogram:
-        """An empty histogram of durations. A subclass may tell further listeners of each value."""
+        """Create a histogram of durations. A subclass may pass each value to other listeners."""
         return Histogram(DURATIONS)
 
     def new_lag(self) -> Histogram:
-        """An empty histogram of lags."""
+        """Create a histogram of lags."""
         return Histogram(LAGS)
 
     @property
     def durations(self) -> list[Histogram]:
-        """The histograms of all runs. Any thread may ask."""
+        """The histograms of all runs. Thread-safe."""
         return [self.successes, *list(self.failures.values())]
 
     @property
@@ -225,15 +225,12 @@ def _no_queue() -> None:
 
 
 # --- the statistics of jobs -----------------------------------------------------------------------
-#
-# The statistics of jobs: how the runs in this process ended, and how long the runs took.
-
 
 JOB_OUTCOMES = ("succeeded", "failed", "timed_out", "interrupted")
 
 
 class JobStatistics:
-    """The runs of a job in this process, since the outbox was made. A run that was taken over does not count.
+    """The runs of a job in this process since the outbox was created, except runs that were taken over.
 
     Example::
 
@@ -244,16 +241,16 @@ class JobStatistics:
     __slots__ = ("durations", "missed", "stuck")
 
     def __init__(self, new_durations: Callable[[str], Histogram] = lambda outcome: Histogram(DURATIONS)) -> None:
-        """``new_durations`` makes the empty histogram of an outcome."""
+        """``new_durations`` creates the histogram of an outcome."""
         self.durations = {outcome: new_durations(outcome) for outcome in JOB_OUTCOMES}
         """The durations of runs, by outcome: ``succeeded``, ``failed``, ``timed_out``, ``interrupted``."""
         self.missed = 0
-        """Moments of the schedule that passed without a run, as this process has found."""
+        """Missed scheduled times, as found by this process."""
         self.stuck = 0
-        """1 while a run goes on after its cancellation."""
+        """1 while a run ignores its cancellation."""
 
     def runs(self, outcome: str) -> int:
-        """The number of runs with an outcome."""
+        """Return the number of runs with this outcome."""
         return self.durations[outcome].number
 
 
@@ -262,43 +259,43 @@ class Jobs:
 
     def __init__(self) -> None:
         self.new: Callable[[str], JobStatistics] = lambda name: JobStatistics()
-        """Makes the statistics of a job, by its name."""
+        """Creates the statistics of a job from its name."""
         self.by_name: dict[str, JobStatistics] = {}
 
     def of(self, name: str) -> JobStatistics:
-        """The statistics of a job."""
+        """Return the statistics of a job."""
         found = self.by_name.get(name)
         if found is None:
             found = self.by_name[name] = self.new(name)
         return found
 
-    def begin_anew(self) -> None:
-        """A new event loop takes over: the runs of the former event loop do not go on."""
+    def reset(self) -> None:
+        """Reset for a new event loop: the runs of the previous one do not continue."""
         for job in self.by_name.values():
             job.stuck = 0
 
 
-# --- the keyed locks of this process, as numbers in memory ----------------------------------------
+# --- the statistics of keyed locks ----------------------------------------------------------------
 
 
 class KeyedLockStatistics:
-    """The keyed locks of this process on a shard. The counters only rise."""
+    """The keyed locks of this process on a shard."""
 
     __slots__ = ("held", "lost", "timeouts", "waiting", "waits")
 
     def __init__(self) -> None:
         self.waits = Histogram(DURATIONS)
-        """The time from the request to the lock, once for each lock that was taken."""
+        """The time to acquire a lock, once per acquired lock."""
         self.timeouts = 0
         """Requests that ended with :class:`LockTimeout`."""
         self.lost = 0
-        """Locks that ended with their session, before their block."""
+        """Locks that were lost because their session ended."""
         self.held = 0
-        """Locks that are held now."""
+        """Locks that are currently held."""
         self.waiting = 0
-        """Tasks that wait for a lock now."""
+        """Tasks that are currently waiting for a lock."""
 
     @property
     def taken(self) -> int:
-        """Locks that were taken."""
+        """The number of acquired locks."""
         return self.waits.number

@@ -1,7 +1,7 @@
-"""Metrics: the names, units and labels under which the statistics leave the process, and how each value is read.
+"""Metrics: their names, units and labels, and how each value is read from the statistics.
 
-:data:`METRICS` is a table, which serves Prometheus and OpenTelemetry. :func:`measure` reads the present values from
-memory, from any thread.
+:data:`METRICS` is used for Prometheus and OpenTelemetry. :func:`measure` reads the current values from memory, from any
+thread.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Metric(Struct, frozen=True):
     """The name in OpenTelemetry."""
     kind: Kind
     unit: str
-    """``s``, or the counted thing in braces, as OpenTelemetry wants."""
+    """``s``, or the counted thing in braces, as OpenTelemetry requires."""
     labels: Labels
     help: str
     read: Callable[[ShardStatistics], Values]
@@ -55,7 +55,7 @@ class Sample(Struct, frozen=True):
 
 
 def measure(namespace: str, shards: Mapping[str, ShardStatistics]) -> Iterator[Sample]:
-    """The present values of an outbox. Only metrics with a value are there."""
+    """Yield the current values of an outbox, without metrics that have no value."""
     for metric in METRICS:
         for shard, statistics in shards.items():
             for labels, value in metric.read(statistics):
@@ -73,7 +73,7 @@ def _field(field: str) -> Read:
 
 
 def _counts(field: str) -> Read:
-    """A value for each key of a mapping."""
+    """Read a value for each key of a mapping."""
     get = attrgetter(field)
 
     def read(shard: ShardStatistics) -> Values:
@@ -84,7 +84,7 @@ def _counts(field: str) -> Read:
 
 
 def _of_handlers(field: str) -> Read:
-    """A value for each handler that has the value."""
+    """Read a value for each handler that has one."""
     get = attrgetter(field)
     return lambda shard: [
         ((name,), value) for name, handler in list(shard.handlers.items()) if (value := get(handler)) is not None
@@ -92,12 +92,12 @@ def _of_handlers(field: str) -> Read:
 
 
 def _of_run(read: Callable[[Live, ShardStatistics], Values]) -> Read:
-    """Values of the shard run that goes on."""
+    """Read values of the current shard run."""
     return lambda shard: () if (live := shard.live) is None else read(live, shard)
 
 
 def _of_tables(read: Callable[[Figures], Values]) -> Read:
-    """Values of the figures of the tables."""
+    """Read values from the figures of the tables."""
     return _of_run(lambda live, shard: () if (figures := shard.figures) is None else read(figures))
 
 
@@ -142,7 +142,7 @@ def _handler_figure(name: str, unit: str, field: str, help: str) -> Metric:
 
 
 def _jobs(get: Callable[[JobStatistics], float]) -> Read:
-    """A value for each job of this process."""
+    """Read a value for each job of this process."""
     return lambda shard: [((name,), get(job)) for name, job in list(shard.jobs.by_name.items())]
 
 
@@ -170,23 +170,23 @@ PROCESS_DURATION = _metric(
     "Duration of the runs of a handler. A batch is a single run.")
 SENT = _metric(
     "messaging.client.sent.messages", "counter", "{message}", "event_type", _counts("sent"),
-    "Events that this process has written. Types that no code of this process names are other.")
+    "Events written by this process. Types that are not in its code count as other.")
 CONSUMED = _metric(
     "messaging.client.consumed.messages", "counter", "{message}", "handler outcome", _consumed,
-    "Notifications by the outcome of a run, or of their end without a run. A failed notification is retried.")
+    "Notifications by outcome, with or without a run. A failed notification is retried.")
 OPERATION_DURATION = _metric(
     "messaging.client.operation.duration", "histogram", "s", "operation",
     lambda shard: [(("send",), shard.sends), (("settle",), shard.settles)],
-    "Duration of writing: send is the insert of events with its COMMIT, settle the write of equal outcomes.")
+    "Duration of writes: send is the INSERT of events with its COMMIT, settle the write of equal outcomes.")
 LAG = _metric(
     "outboxio.delivery.lag", "histogram", "s", "handler", _of_handlers("lag"),
-    "Time from the moment at which a notification was due to the start of its run.")
+    "Time from when a notification was due to when its run started.")
 FANOUT_LAG = _metric(
     "outboxio.fanout.lag", "histogram", "s", "", _field("fanout_lag"),
-    "Time from a commit of this process to the end of the fan-out round that follows, once for each round.")
+    "Time from a commit of this process to the end of the next fan-out round, once per round.")
 KEYED_LOCK_WAIT = _metric(
     "outboxio.keyed_lock.wait", "histogram", "s", "", _field("keyed_locks.waits"),
-    "Time from the request to the lock, once for each lock that outbox.lock() has given.")
+    "Time to acquire a lock of outbox.lock().")
 
 JOB_DURATION = _metric(
     "outboxio.job.duration", "histogram", "s", "job outcome", _job_durations, "Duration of the runs of a job.")
@@ -195,13 +195,13 @@ JOB_FIGURES: tuple[Metric, ...] = (
     _metric(
         "outboxio.notifications.waiting", "gauge", "{notification}", "handler reason",
         _of_tables(lambda figures: figures.waiting.items()),
-        "Unfinished notifications by the reason why they have not run."),
+        "Unfinished notifications by the reason why they are waiting."),
     _job_figure(
         "outboxio.job.due.age", "s", "due_age",
-        "Time for which a job has been due without a run; 0 while the job waits, runs or is paused."),
+        "How long a job has been due without a run; 0 while the job waits, runs or is paused."),
     _job_figure(
         "outboxio.job.failing", "{job}", "failing",
-        "1 if the last run of a job did not succeed, and its attempts are used up."),
+        "1 if the last run of a job failed and no attempts are left."),
     _job_figure("outboxio.job.paused", "{job}", "paused", "1 if an operator has paused the job."),
 )
 
@@ -209,7 +209,7 @@ FIGURES: tuple[Metric, ...] = (
     _handler_figure("outboxio.notifications.due", "{notification}", "due", "Notifications that are due now."),
     _handler_figure(
         "outboxio.notifications.retrying", "{notification}", "retrying",
-        "Notifications that are due later: they wait for a retry, or for their moment."),
+        "Notifications that are due later: they wait for a retry or for their scheduled time."),
     _handler_figure(
         "outboxio.notifications.dead", "{notification}", "dead",
         "DEAD and EXPIRED notifications that retention still keeps."),
@@ -218,21 +218,21 @@ FIGURES: tuple[Metric, ...] = (
         "DEAD and EXPIRED notifications that ended within the last hour."),
     _handler_figure(
         "outboxio.notifications.blocked", "{notification}", "blocked",
-        "Notifications that wait behind others of their ordering key."),
+        "Notifications that wait for an earlier one of their ordering key."),
     _handler_figure(
-        "outboxio.due.age", "s", "due_age", "Time for which the oldest due notification has been due."),
+        "outboxio.due.age", "s", "due_age", "How long the oldest due notification has been due."),
     _handler_figure(
-        "outboxio.keys.parked", "{key}", "parked_keys", "Ordering keys that wait for the decision of an operator."),
+        "outboxio.keys.parked", "{key}", "parked_keys", "Ordering keys that are parked until an operator decides."),
     _figure(
         "outboxio.events.undelivered", "{event}", "undelivered",
-        "Events that wait for fan-out, of types that a handler wants."),
+        "Events that wait for fan-out and have a subscribed handler."),
     _figure(
         "outboxio.undelivered.age", "s", "undelivered_age",
-        "Time for which the oldest of these events has waited."),
-    _figure("outboxio.events.unwanted", "{event}", "unwanted", "Events that wait, of types that no handler wants."),
+        "How long the oldest event with a subscribed handler has waited for fan-out."),
+    _figure("outboxio.events.unwanted", "{event}", "unwanted", "Waiting events without a subscribed handler."),
     _figure(
         "outboxio.unroutable", "{notification}", "unroutable",
-        "Notifications for handlers, or for versions of their event, that no process has."),
+        "Notifications whose handler or event version no process has."),
     *JOB_FIGURES,
 )
 """The metrics of the tables, which only the holder of the fan-out lock exports."""
@@ -241,10 +241,10 @@ METRICS: tuple[Metric, ...] = (
     PROCESS_DURATION, SENT, CONSUMED, OPERATION_DURATION, LAG, FANOUT_LAG, JOB_DURATION,
     _metric(
         "outboxio.job.runs", "counter", "{run}", "job outcome", _job_runs,
-        "Runs of a job: succeeded, failed, timed_out, or interrupted by the end of the process."),
+        "Runs of a job: succeeded, failed, timed_out, or interrupted when the process ended."),
     _metric(
-        "outboxio.job.missed", "counter", "{moment}", "job", _jobs(lambda job: job.missed),
-        "Moments of a job that passed without a run."),
+        "outboxio.job.missed", "counter", "{time}", "job", _jobs(lambda job: job.missed),
+        "Scheduled times of a job that were missed."),
     _metric(
         "outboxio.job.stuck", "gauge", "{run}", "job", _jobs(lambda job: job.stuck),
         "Runs of a job that ignore their cancellation."),
@@ -252,59 +252,59 @@ METRICS: tuple[Metric, ...] = (
         "outboxio.fanout.events", "counter", "{event}", "", _field("fanned_out"),
         "Events that this process has fanned out."),
     *FIGURES,
-    _handler_gauge("outboxio.runs.active", "{run}", "in_flight", "Runs that go on in this process."),
+    _handler_gauge("outboxio.runs.active", "{run}", "in_flight", "Active runs in this process."),
     _handler_gauge("outboxio.runs.stuck", "{run}", "stuck", "Runs that ignore their cancellation."),
     _metric(
         "outboxio.runs.unavailable", "counter", "{run}", "handler", _of_handlers("unavailable"),
-        "Runs that found a service away, so that the handler rests."),
-    _handler_gauge("outboxio.runs.limit", "{run}", "limit", "Runs at the same time in this process, at most."),
+        "Runs that found a service unavailable, which opens the circuit breaker of the handler."),
+    _handler_gauge("outboxio.runs.limit", "{run}", "limit", "Maximum number of concurrent runs in this process."),
     _handler_gauge(
         "outboxio.alert.age", "s", "alert_age",
-        "Age of the oldest due notification from which the handler counts as behind."),
+        "Age of the oldest due notification above which the handler counts as behind."),
     _metric(
         "outboxio.paused", "gauge", "{handler}", "handler", _of_run(_paused),
         "1 if an operator has paused the handler."),
     _metric(
         "outboxio.outcomes.refused", "counter", "{outcome}", "", _field("refused"),
-        "Outcomes that were not written, because another process holds the handler, or the row is settled."),
+        "Outcomes that were not written because another process holds the handler, or the row is already settled."),
     _metric(
         "outboxio.loop.failures", "counter", "{round}", "loop", _counts("loop_failures"),
-        "Rounds of a loop that failed."),
+        "Failed rounds of a loop."),
     _metric(
         "outboxio.lock.changes", "counter", "{change}", "lock", _counts("lock_changes"),
-        "How often this process has taken or lost a cluster lock."),
+        "How often this process has acquired or lost a cluster lock."),
     _metric(
         "outboxio.lock.held", "gauge", "{lock}", "lock", _counts("locks_held"),
-        "Cluster locks that this process holds: fanout, or dispatch/ and the handler, one for each partition."),
+        "Cluster locks held by this process: fanout, or dispatch/ and the handler, one per partition."),
     KEYED_LOCK_WAIT,
     _metric(
         "outboxio.keyed_lock.held", "gauge", "{lock}", "", _field("keyed_locks.held"),
-        "Locks of outbox.lock() that this process holds."),
+        "Locks of outbox.lock() held by this process."),
     _metric(
         "outboxio.keyed_lock.waiting", "gauge", "{task}", "", _field("keyed_locks.waiting"),
         "Tasks of this process that wait for a lock of outbox.lock()."),
     _metric(
         "outboxio.keyed_lock.timeouts", "counter", "{request}", "", _field("keyed_locks.timeouts"),
-        "Requests for a lock of outbox.lock() that ended with their timeout."),
+        "Requests for a lock of outbox.lock() that timed out."),
     _metric(
         "outboxio.keyed_lock.lost", "counter", "{lock}", "", _field("keyed_locks.lost"),
-        "Locks of outbox.lock() that ended with their session, before their block."),
+        "Locks of outbox.lock() that were lost because their session ended."),
     _metric(
         "outboxio.running", "gauge", "{process}", "role",
         _of_run(lambda live, shard: [((role,), 1) for role in live.roles]),
         "1 while this process is in running() with this role."),
     _metric(
         "outboxio.loop.lag", "gauge", "s", "", _of_run(lambda live, shard: [((), live.loop_lag)]),
-        "Longest time in the last 15 s that the event loop needed to answer; one value for all shards of a process."),
+        "Longest response time of the event loop in the last 15 s; one value for all shards of a process."),
     _metric(
         "outboxio.loop.standstills", "counter", "{standstill}", "", _field("standstills"),
-        "How often the event loop stood still for about a second or longer."),
+        "How often the event loop was blocked for about a second or longer."),
     _metric(
         "outboxio.pool.used", "gauge", "{connection}", "", _of_run(lambda live, shard: [((), live.connections_in_use)]),
-        "Connections of the pool that actions and handlers have in use."),
+        "Pool connections in use by actions and handlers."),
     _metric(
         "outboxio.purge.rows", "counter", "{row}", "kind", _counts("purged"),
-        "Rows that retention has removed, by table."),
+        "Rows removed by retention, by table."),
     _metric(
         "outboxio.actions", "counter", "{action}", "action outcome", _counts("actions"),
         "Transactions of actions: committed, refused (rolled back), or unknown (the connection was lost during COMMIT)."

@@ -1,4 +1,4 @@
-"""Access to databases. ``protocols`` is the seam to the rest of outboxio; each dialect is a package below."""
+"""Access to databases. ``protocols`` is the interface to the rest of outboxio; each dialect is a subpackage."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ _EXPECTED = (
 )
 
 _MYSQL_SCHEMES = ("mysql", "mariadb")
-# A URL may name its driver, as SQLAlchemy's do.
+# A URL may name its driver, as in SQLAlchemy.
 _SAME_SCHEMES = {
     "postgres": "postgresql",
     "postgresql+asyncpg": "postgresql",
     "postgresql+psycopg": "postgresql",
     "mysql+aiomysql": "mysql",
     "mariadb+aiomysql": "mariadb",
-    "mysql+asyncmy": "mysql",  # but outboxio connects with aiomysql
+    "mysql+asyncmy": "mysql",  # outboxio itself connects with aiomysql
     "mariadb+asyncmy": "mariadb",
     "sqlite+aiosqlite": "sqlite",
 }
 
-# A single host or several hosts, each with a port: postgresql://first:5432,second:5432/app.
+# One or several hosts, each with a port: postgresql://first:5432,second:5432/app.
 _HOST = r"(?:\[[^\[\]]*\]|[^\[\]:,]*)(?::\d{0,5})?"
 _HOSTS = re.compile(rf"{_HOST}(?:,{_HOST})*")
 
 
 class Shard(Struct, frozen=True):
-    """A shard with two sources: ``url`` for actions, ``direct_url`` for the loops, with cluster locks and LISTEN.
+    """A shard with two sources: ``url`` for actions, ``direct_url`` for the loops, cluster locks and LISTEN.
 
     Needed if ``url`` leads through a proxy that shares server sessions between transactions, such as PgBouncer in
-    transaction mode. ``url`` may also be an engine or a sessionmaker of SQLAlchemy.
+    transaction mode. ``url`` may also be a SQLAlchemy engine or sessionmaker.
 
     Example::
 
@@ -60,14 +60,14 @@ class Shard(Struct, frozen=True):
     direct_url: str | None = None
 
     def __post_init__(self) -> None:
-        given: dict[str, Any] = {"url": self.url, "direct_url": self.direct_url}  # an application without types
-        for name, url in given.items():
+        urls: dict[str, Any] = {"url": self.url, "direct_url": self.direct_url}  # callers may not use type checkers
+        for name, url in urls.items():
             if name == "url" and _is_of_sqlalchemy(url):
                 continue
             if not isinstance(url, str) and (name, url) != ("direct_url", None):
                 raise ConfigurationError(
-                    f"Shard({name}=...) is of type {type(url).__name__}; expected a URL as text. A pool is given as it "
-                    "is, without Shard"
+                    f"Shard({name}=...) is of type {type(url).__name__}; expected a URL string. Pass a pool directly, "
+                    "without Shard"
                 )
 
     def __repr__(self) -> str:
@@ -77,7 +77,7 @@ class Shard(Struct, frozen=True):
 
 
 class ConnectionPool(Protocol):
-    """A driver's own pool: ``asyncpg.Pool`` or ``aiomysql.Pool``."""
+    """A driver's pool: ``asyncpg.Pool`` or ``aiomysql.Pool``."""
 
     @property
     def acquire(self) -> Callable[..., Any]: ...
@@ -87,25 +87,25 @@ class ConnectionPool(Protocol):
 
 
 DatabaseSource: TypeAlias = "str | Shard | ConnectionPool | AsyncEngine | async_sessionmaker[Any]"
-"""The forms in which an application gives the database of a shard."""
+"""What can be passed as the database of a shard."""
 
 
 class Access(TypedDict, total=False):
-    """Options of the connections of a database."""
+    """Options for the connections of a database."""
 
     guard: EventLoopGuard
-    """The event loop that may use the connections; by default each database has a separate guard."""
+    """The guard of the event loop that may use the connections; by default one for each database."""
     limits: Limits
     """The time limits of the database."""
 
 
 def open_database(name: str, source: DatabaseSource, **access: Unpack[Access]) -> Database:
-    """The database of a shard, without I/O. Raises :class:`ConfigurationError` with the forms that are accepted."""
-    given, direct_url = (source.url, source.direct_url) if isinstance(source, Shard) else (source, None)
-    if isinstance(given, str):
-        return _from_url(name, given, direct_url, access)
-    if _is_of_sqlalchemy(given):
-        return _from_engine(name, given, direct_url, access)
+    """Create the database of a shard, without I/O. Raises :class:`ConfigurationError` for unsupported sources."""
+    url, direct_url = (source.url, source.direct_url) if isinstance(source, Shard) else (source, None)
+    if isinstance(url, str):
+        return _from_url(name, url, direct_url, access)
+    if _is_of_sqlalchemy(url):
+        return _from_engine(name, url, direct_url, access)
     driver = type(source).__module__.partition(".")[0]
     if driver == "asyncpg":
         from outboxio.storage.postgres.database import PostgresDatabase
@@ -117,8 +117,8 @@ def open_database(name: str, source: DatabaseSource, **access: Unpack[Access]) -
         return MysqlDatabase(name, cast(Any, source), **access)
     if driver == "psycopg_pool":
         raise ConfigurationError(
-            f"shard {name!r} is a pool of psycopg; give its conninfo as a URL (postgresql+psycopg://host/database), or "
-            "create_async_engine(url) of SQLAlchemy"
+            f"shard {name!r} is a psycopg pool; pass its conninfo as a URL (postgresql+psycopg://host/database), or "
+            "SQLAlchemy's create_async_engine(url)"
         )
     raise ConfigurationError(f"shard {name!r} is {type(source).__name__}; expected {_EXPECTED}")
 
@@ -128,10 +128,10 @@ def _is_of_sqlalchemy(source: object) -> bool:
 
 
 def _from_engine(name: str, source: object, direct_url: str | None, access: Access) -> Database:
-    from outboxio.storage.engines.given_engine import given_engine
+    from outboxio.storage.engines.user_engine import user_engine
 
     access = {"guard": EventLoopGuard.of_shard(name), "limits": DEFAULT_LIMITS, **access}
-    engine = given_engine(name, source, access["guard"], access["limits"])
+    engine = user_engine(name, source, access["guard"], access["limits"])
     if direct_url is not None:
         direct_url = _plain(name, direct_url)
     match engine.dialect, engine.driver:
@@ -149,8 +149,8 @@ def _from_engine(name: str, source: object, direct_url: str | None, access: Acce
 
             if (file := engine.file) is None:
                 raise ConfigurationError(
-                    f"shard {name!r} is an engine on a SQLite database in memory, which the loops could not share; "
-                    "give an engine on a file (sqlite+aiosqlite:///file.db), or the URL sqlite:// without an engine"
+                    f"shard {name!r} is an engine for an in-memory SQLite database, which the loops cannot share; pass "
+                    "an engine for a file (sqlite+aiosqlite:///file.db), or the URL sqlite:// instead of an engine"
                 )
             return SqliteDatabase(name, file, engine, **access)
         case _:
@@ -163,14 +163,14 @@ def _from_engine(name: str, source: object, direct_url: str | None, access: Acce
 
 
 def _plain(name: str, url: str) -> str:
-    """The URL without the driver that the scheme may name."""
+    """Return the URL without the driver in its scheme."""
     return f"{_scheme(name, url)}:{url.partition(':')[2]}"
 
 
 def _from_url(name: str, url: str, direct_url: str | None, access: Access) -> Database:
     scheme = _scheme(name, url)
     if direct_url is not None and _scheme(name, direct_url) != scheme:
-        raise ConfigurationError(f"shard {name!r} has a direct_url of another scheme than {scheme!r}, that of its url")
+        raise ConfigurationError(f"shard {name!r}: the scheme of direct_url differs from {scheme!r}, the scheme of url")
     driver = _postgres_driver(url)
     url = _plain(name, url)
     if direct_url is not None:
@@ -193,7 +193,7 @@ def _from_url(name: str, url: str, direct_url: str | None, access: Access) -> Da
 
 
 def _postgres_driver(url: str) -> str:
-    """The driver of the scheme; without one asyncpg, or psycopg if only psycopg is installed."""
+    """Return the driver in the scheme; by default asyncpg, or psycopg if only psycopg is installed."""
     named = url.partition(":")[0].partition("+")[2]
     if not named and find_spec("asyncpg") is None and find_spec("psycopg") is not None:
         return "psycopg"
@@ -212,32 +212,32 @@ def _driver_of(name: str, extra: str) -> Generator[None]:
 
 
 def _scheme(name: str, url: str) -> str:
-    """The URL's scheme. The error leaves out an unreadable URL, because the end of the password in it is unknown."""
+    """Return the scheme of a URL. Errors do not show a malformed URL, because it is unknown where its password ends."""
     try:
         parts = urlsplit(url)
     except ValueError:
         parts = None
     if parts is None or not _HOSTS.fullmatch(parts.netloc.rpartition("@")[2]) or _has_late_userinfo(parts):
         raise ConfigurationError(
-            f"shard {name!r} has a URL that cannot be read; expected scheme://user:password@host:port/database, where "
-            "special characters of user and password are written as %XX"
+            f"shard {name!r} has a malformed URL; expected scheme://user:password@host:port/database, with special "
+            "characters of user and password written as %XX"
         )
     return _SAME_SCHEMES.get(parts.scheme, parts.scheme)
 
 
 def _has_late_userinfo(parts: SplitResult) -> bool:
-    """True if a ``/``, ``?`` or ``#`` in the password ended the host too early: the path then shows the password."""
+    """Return True if a ``/``, ``?`` or ``#`` in the password has ended the host, so that the path has the password."""
     if parts.scheme == "sqlite" and not parts.netloc:
         return False
     return "@" in parts.path or "@" in parts.fragment or ("@" in parts.query and "@" not in parts.netloc)
 
 
 def _sqlite_path(name: str, url: str) -> str | None:
-    """``sqlite:///relative.db``, ``sqlite:////absolute.db``, ``sqlite://`` or ``sqlite:///:memory:`` for memory."""
-    rest = url.removeprefix("sqlite:").removeprefix("//")
-    if rest in ("", "/", "/:memory:"):
+    """Parse ``sqlite:///relative.db`` or ``sqlite:////absolute.db``; ``None`` for memory: ``sqlite://``."""
+    path = url.removeprefix("sqlite:").removeprefix("//")
+    if path in ("", "/", "/:memory:"):
         return None
-    if not rest.startswith("/"):
-        host = rest.rpartition("@")[2]
-        raise ConfigurationError(f"shard {name!r}: 'sqlite://{host}' names a host; a file is sqlite:///{host}")
-    return rest[1:]
+    if not path.startswith("/"):
+        host = path.rpartition("@")[2]
+        raise ConfigurationError(f"shard {name!r}: 'sqlite://{host}' names a host; for a file write sqlite:///{host}")
+    return path[1:]

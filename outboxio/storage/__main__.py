@@ -1,4 +1,4 @@
-"""``python -m outboxio.storage mysql operations``: print the statements of ``storage/tables`` as a dialect gets them.
+"""``python -m outboxio.storage mysql operations``: print the statements of ``storage/tables`` in a dialect.
 
 The parameters are variables of the dialect's shell: ``\\set limit 10`` in psql, ``SET @limit = 10`` in mysql, and
 ``.parameter set :limit 10`` in sqlite3.
@@ -19,15 +19,15 @@ from outboxio.support.codec import is_object
 
 SYNTAXES: dict[str, tuple[Syntax, Callable[[str], str]]] = {
     "postgres": (PostgresSyntax(), ":'{}'".format),
-    **{name: (MysqlSyntax(name, flavour.words), "@{}".format) for name, flavour in FLAVOURS.items()},
+    **{name: (MysqlSyntax(name, flavour.fragments), "@{}".format) for name, flavour in FLAVOURS.items()},
     "sqlite": (SqliteSyntax(), ":{}".format),
 }
 LACKING = {"sqlite": {"partitions"}}
-"""Tables that a dialect does not have."""
+"""Modules whose tables a dialect does not have."""
 
 
 def statements() -> Iterator[tuple[str, str, Statement]]:
-    """The module, the name and the value of each statement."""
+    """Yield the module, name and value of each statement."""
     for module in iter_modules(tables.__path__):
         for name, value in vars(import_module(f"{tables.__name__}.{module.name}")).items():
             named: dict[str, object] = {name: value}
@@ -37,7 +37,7 @@ def statements() -> Iterator[tuple[str, str, Statement]]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the statements of a dialect, of all tables or of the named ones."""
+    """Print the statements of a dialect for all tables or only for the named ones."""
     if not arguments or arguments[0] not in SYNTAXES:
         print(f"usage: python -m outboxio.storage {{{'|'.join(SYNTAXES)}}} [table ...]", file=sys.stderr)
         return 2

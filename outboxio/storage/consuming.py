@@ -1,4 +1,4 @@
-"""The rows of ``consumed_events`` in a transaction of the application: the messages that an inbox has received."""
+"""The rows of ``consumed_events``, which record the messages of an inbox, in a transaction of your application."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NO_EVENT = UUID(int=0)
 
 
 class Consuming(ABC):
-    """The part of a session that writes and reads these rows, many with one statement."""
+    """The part of a session that reads and writes these rows, many with one statement."""
 
     async def consume(self, consumed: ConsumeResult) -> ConsumeResult:
         [row] = await self._consume([consumed])
@@ -23,17 +23,16 @@ class Consuming(ABC):
         return await self._consume(consumed)
 
     async def consumed(self, source: str, external_id: str, handler_names: Sequence[str]) -> list[ConsumeResult]:
-        wanted = [ConsumeResult(source, external_id, name, _NO_EVENT, "", datetime.min) for name in handler_names]
-        return await self._find_consumed(wanted) if wanted else []
+        keys = [ConsumeResult(source, external_id, name, _NO_EVENT, "", datetime.min) for name in handler_names]
+        return await self._find_consumed(keys) if keys else []
 
     @abstractmethod
     async def _consume(self, consumed: Sequence[ConsumeResult]) -> list[ConsumeResult]:
-        """Write the rows that are missing; all rows afterwards.
+        """Insert the missing rows; return all rows.
 
-        The second of two concurrent transactions waits for the commit of the first, and then reads the row of the
-        first.
+        The second of two concurrent transactions waits until the first commits, and then reads its row.
         """
 
     @abstractmethod
-    async def _find_consumed(self, wanted: Sequence[ConsumeResult]) -> list[ConsumeResult]:
-        """The rows with the keys of the ``wanted`` rows."""
+    async def _find_consumed(self, keys: Sequence[ConsumeResult]) -> list[ConsumeResult]:
+        """Return the rows with the same keys as ``keys``."""

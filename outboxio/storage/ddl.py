@@ -1,8 +1,8 @@
-"""Reads the SQL files of outboxio: the tables, columns, indexes and keys, each with the statements that restore it.
+"""Parses outboxio's SQL files: the tables, columns, indexes and keys, each with the statements that restore it.
 
-The files are the schema. So the required parts, and the statements that restore a missing part, are read from the files
-and written nowhere else. This module understands only the few forms of SQL in the files: CREATE TABLE, CREATE INDEX,
-ALTER TABLE with a single ADD COLUMN, ADD KEY or DROP KEY, and DROP INDEX.
+The files define the schema, so the required parts, and the statements that restore a missing part, are derived from
+them. This module understands only the few forms of SQL in the files: CREATE TABLE, CREATE INDEX, ALTER TABLE with a
+single ADD COLUMN, ADD KEY or DROP KEY, and DROP INDEX.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class Part(Struct, frozen=True):
     """A table, column, index or key that a file creates, or adds to the table of an earlier file.
 
     - ``name``: the name of a column or an index; the columns of a key, with commas; empty for a table.
-    - ``"primary key"``: a column that a later file adds as the primary key; any other primary key serves as well.
+    - ``"primary key"``: a column that a later file adds as the primary key; any other primary key is accepted.
     - ``statements``: the statements that restore the part if it is missing.
     - ``columns``: the columns of an index, with commas.
-    - ``in_its_place``: the statements that repair an index that exists and is of no use.
-    - ``is_added``: True for a part that a later file adds to the table. The rows of the table stay.
+    - ``repair``: the statements that rebuild an invalid index.
+    - ``is_added``: True for a part that a later file adds to an existing table.
     """
 
     kind: Kind
@@ -33,12 +33,12 @@ class Part(Struct, frozen=True):
     name: str
     statements: tuple[str, ...]
     columns: str = ""
-    in_its_place: tuple[str, ...] = ()
+    repair: tuple[str, ...] = ()
     is_added: bool = False
 
     @property
-    def words(self) -> str:
-        """The part as errors name it."""
+    def description(self) -> str:
+        """The name of the part in error messages."""
         return {
             "table": f"table {self.table}",
             "column": f"column {self.table}.{self.name}",
@@ -49,7 +49,7 @@ class Part(Struct, frozen=True):
 
 
 class Change(Struct, frozen=True):
-    """The part that an ALTER TABLE, CREATE INDEX or DROP INDEX adds or drops; the table is unknown for DROP INDEX."""
+    """What an ALTER TABLE, CREATE INDEX or DROP INDEX adds or drops; ``table`` is empty for DROP INDEX."""
 
     kind: Literal["column", "index", "primary key"]
     table: str
@@ -58,12 +58,12 @@ class Change(Struct, frozen=True):
 
 
 def statements_in(text: str) -> list[str]:
-    """The statements of a file, with their comments and without the semicolon at the end of the line."""
-    return [statement for statement in _pieces(text) if _COMMENT.sub("", statement).strip()]
+    """Return the statements of a file, with comments and without the final semicolons."""
+    return [statement for statement in _split(text) if _COMMENT.sub("", statement).strip()]
 
 
 def parts_of(text: str) -> list[Part]:
-    """All parts that a file creates or adds, tables before their parts."""
+    """Return all parts that a file creates or adds, tables before their parts."""
     statements = _statements(text)
     tables = [match for statement in statements if (match := _TABLE.fullmatch(statement))]
     created = {table["table"] for table in tables}
@@ -82,7 +82,7 @@ def parts_of(text: str) -> list[Part]:
 
 
 def change_of(statement: str) -> Change | None:
-    """The change that a statement of a file makes to an existing table, or ``None``."""
+    """Return the change that a statement of a file makes to an existing table, or ``None``."""
     text = _compact(_COMMENT.sub("", statement)).rstrip("; ")
     if dropped := _DROP.fullmatch(text):
         return Change("index", dropped["table"] or "", dropped["key"] or dropped["index"], drops=True)
@@ -96,7 +96,7 @@ def change_of(statement: str) -> Change | None:
 
 
 def with_primary_key(create: str, key: Part) -> str:
-    """A CREATE TABLE with the primary key that a later file adds to the table."""
+    """Return a CREATE TABLE that includes the primary key from a later file."""
     statement = _compact(_COMMENT.sub("", create))
     table, addition = _TABLE.fullmatch(statement), _ADDITION.fullmatch(_compact(key.statements[0]))
     assert table is not None
@@ -105,7 +105,7 @@ def with_primary_key(create: str, key: Part) -> str:
 
 
 def changes_of(text: str) -> list[Change]:
-    """All changes that the statements of a file make to existing tables."""
+    """Return all changes that the statements of a file make to existing tables."""
     return list(filter(None, map(change_of, _statements(text))))
 
 
@@ -121,16 +121,16 @@ _ADDITION = re.compile(
 _DROP = re.compile(rf"ALTER TABLE {_FULL} DROP KEY (?P<key>\w+)|DROP INDEX (?:IF EXISTS )?eventlog[._](?P<index>\w+)")
 _KEY = re.compile(r"(?:PRIMARY KEY|UNIQUE) \((?P<columns>[^)]*)\)")
 _NAMED_KEY = re.compile(r"(?:UNIQUE )?KEY (?P<name>\w+) \((?P<columns>.*)\)")
-_MAKES_ITS_VALUES = re.compile(r"PRIMARY KEY|IDENTITY|AUTO_INCREMENT")
+_GENERATES_VALUES = re.compile(r"PRIMARY KEY|IDENTITY|AUTO_INCREMENT")
 _NEEDS_VALUES = re.compile(r"(?!.*\b(?:DEFAULT|GENERATED)\b).* NOT NULL")
 
 
 def _statements(text: str) -> list[str]:
-    return [_compact(statement) for statement in _pieces(_COMMENT.sub("", text))]
+    return [_compact(statement) for statement in _split(_COMMENT.sub("", text))]
 
 
-def _pieces(text: str) -> Iterator[str]:
-    """The text between the semicolons at the ends of lines. A block between ``$$`` and ``$$`` is one piece."""
+def _split(text: str) -> Iterator[str]:
+    """Split at semicolons at the ends of lines, except within ``$$`` blocks."""
     begin = 0
     for end in _STATEMENT_END.finditer(text):
         is_in_block = text.count("$$", begin, end.start()) & 1
@@ -141,7 +141,7 @@ def _pieces(text: str) -> Iterator[str]:
 
 
 def _parts_added(addition: re.Match[str]) -> list[Part]:
-    """The parts that an ALTER TABLE ... ADD creates."""
+    """Return the parts that an ALTER TABLE ... ADD creates."""
     table, full, item = addition["table"], addition["full"], addition["item"]
     if "PRIMARY KEY" in item:
         return [Part("primary key", table, addition["name"], (f"ALTER TABLE {full} ADD COLUMN {item}",))]
@@ -168,18 +168,18 @@ def _index(table: str, name: str, columns: str, statement: str) -> Part:
 
 
 def _column_again(full: str, name: str, definition: str) -> Iterator[str]:
-    """The statements that add a column to a table with rows. An operator fills in a value that only a backup has."""
-    if _MAKES_ITS_VALUES.search(definition):
-        yield f"-- restore {full} from a backup: the values of its column {name} cannot be made again"
+    """Yield the statements that add a column to a table with rows. Some values must be restored from a backup."""
+    if _GENERATES_VALUES.search(definition):
+        yield f"-- restore {full} from a backup: the values of its column {name} cannot be generated again"
     elif _NEEDS_VALUES.fullmatch(definition):
         yield f"ALTER TABLE {full} ADD COLUMN {name} {definition.replace(' NOT NULL', '')}"
-        yield f"-- and before anything is run again, fill {full}.{name} in every row, from a backup"
+        yield f"-- then fill {full}.{name} in every row from a backup, before anything uses the table"
     else:
         yield f"ALTER TABLE {full} ADD COLUMN {name} {definition}"
 
 
 def _items(body: str) -> Iterator[str]:
-    """The items of a table's body, split at the commas outside of parentheses."""
+    """Yield the items of a table's body, split at commas outside of parentheses."""
     depth, begin = 0, 0
     for at, character in enumerate(body):
         depth += (character == "(") - (character == ")")

@@ -1,4 +1,4 @@
-"""Migrating and checking the tables. A dialect adds how its catalogue is read, and how processes take turns."""
+"""Migrates and checks the tables. Each dialect adds how its catalog is read and how migrations are serialized."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from outboxio.storage.schema import (
     Found,
     Rights,
     SqlFile,
+    distinguishes_older,
     drops_parts,
     files_to_apply,
-    indexes_to_make,
+    indexes_to_create,
     is_occupied,
     missing_parts,
     pending_files,
@@ -27,16 +28,14 @@ from outboxio.storage.schema import (
     refuse_unadoptable,
     required_parts,
     sql_folder,
-    tells_older,
+    statements_for_0_1_0,
 )
 
-# --- taking over the tables of Ekbatan -------------------------------------------------------------
+# --- adopting the tables of Ekbatan ----------------------------------------------------------------
 #
-# Taking over the tables of Ekbatan: what is recognised, and the statements that change the tables.
-#
-# The statements are a file for each dialect, ``sql/<dialect>/adopt/ekbatan.sql``. After the file, the tables are as
-# after the second file of outboxio, and a migration goes on from there. A table with a column that is neither of
-# Ekbatan nor of an interrupted adoption is refused, because the purpose of the column is unknown.
+# The statements are in ``sql/<dialect>/adopt/ekbatan.sql``. After them, the tables are in the state of outboxio's
+# second file, and a migration continues from there. Tables with a column that belongs neither to Ekbatan nor to an
+# interrupted adoption are refused, because the purpose of the column is unknown.
 
 OF_ACTION = ("id", "namespace", "action_id", "action_name", "action_params", "started_date", "completion_date",
              "model_id", "model_type", "event_type", "payload", "event_date")  # fmt: skip
@@ -54,16 +53,16 @@ DROPPED = {
     "events": ("ix_events_undelivered", "ix_events_action_id"),
     "event_notifications": ("ix_event_notifications_due", "uq_event_notifications_event_handler"),
 }
-"""The indexes that MySQL and MariaDB drop by name, which fails for a name that is missing."""
+"""The indexes that MySQL and MariaDB drop by name; this fails if one of them is missing."""
 
 _CHANGED = re.compile(r"^ALTER TABLE eventlog\.(\w+)", re.MULTILINE)
 _COMMENT = re.compile(r"--[^\n]*")
 
 
 def statements_of_adoption(shard: str, dialect: str, found: Found) -> list[str]:
-    """The statements that are left to run; none if the tables are those of outboxio already.
+    """Return the statements that remain to be run; none if the tables are already outboxio's.
 
-    Raises :class:`SchemaNotAdoptable` for tables that are not Ekbatan's, before anything is written.
+    Raises :class:`SchemaNotAdoptable` for tables that are not Ekbatan's, before anything is changed.
     """
     refuse_newer(shard, dialect, found)
     if {1, 2} <= set(found.applied):
@@ -76,7 +75,7 @@ def statements_of_adoption(shard: str, dialect: str, found: Found) -> list[str]:
 
 
 def _is_changed(statement: str, dialect: str, found: Found) -> bool:
-    """True for the change of a table that an interrupted adoption has changed. PostgreSQL undoes such an adoption."""
+    """Return True if an interrupted adoption has already run the statement. PostgreSQL rolls such an adoption back."""
     changed = _CHANGED.search(statement)
     return dialect != "postgres" and changed is not None and "sequence" in found.columns[changed[1]]
 
@@ -87,11 +86,11 @@ def _bare(statement: str) -> str:
 
 def _flaws(dialect: str, found: Found) -> Iterator[str]:
     if dialect == "sqlite":
-        yield "the tables of Ekbatan have other names on SQLite (events, and not eventlog_events)"
+        yield "Ekbatan's tables have different names on SQLite (events instead of eventlog_events)"
         return
     for table in sorted(found.columns.keys() - COLUMNS.keys() - {"schema_versions"}):
         if _is_ours(dialect, table):
-            yield f"the table {table} exists, which only outboxio makes"
+            yield f"the table {table} exists, which only outboxio creates"
     for table, columns in COLUMNS.items():
         if table not in found.columns:
             yield f"the table {table} is missing"
@@ -106,7 +105,7 @@ def _flaws_of_table(dialect: str, found: Found, table: str, columns: Collection[
     if is_changed:
         yield from (f"the column {table}.{column} is missing" for column in sorted(ours - has))
     unknown = has - set(columns) - (ours if is_changed else set())
-    yield from (f"the column {table}.{column} is not of Ekbatan" for column in sorted(unknown))
+    yield from (f"the column {table}.{column} does not belong to Ekbatan" for column in sorted(unknown))
     if found.keys is not None and KEYS[table] not in found.keys.get(table, ()):
         yield f"the key ({KEYS[table]}) of table {table} is missing"
     if dialect != "postgres" and not is_changed:
@@ -115,7 +114,7 @@ def _flaws_of_table(dialect: str, found: Found, table: str, columns: Collection[
 
 
 def _ours(dialect: str, table: str) -> set[str]:
-    """The columns that outboxio adds to the table in the files whose place the adoption takes."""
+    """Return the columns that outboxio adds to the table in the two files that the adoption replaces."""
     return {
         part.name
         for file, part in required_parts(dialect)
@@ -135,10 +134,10 @@ Work = Callable[[Any], Coroutine[Any, Any, list[str]]]
 
 
 class Migration(ABC):
-    """The tables of a shard. The methods of a dialect get a connection of its driver."""
+    """Migrates and checks the tables of a shard. Methods of a dialect get a connection of its driver."""
 
     _adopt_statements = ("", "")
-    """Make the table ``schema_versions``, and record a file as applied."""
+    """Statements that create the table ``schema_versions``, and that record a file as applied."""
 
     def __init__(self, shard: str) -> None:
         self._shard = shard
@@ -170,27 +169,27 @@ class Migration(ABC):
 
     @abstractmethod
     async def _in_turn(self, work: Work) -> list[str]:
-        """Call ``work``, of all processes in one at a time."""
+        """Call ``work`` in only one process at a time."""
 
     @abstractmethod
     async def _look_now(self, needed: Rights | None = None, *, probes: bool = False) -> Found:
-        """:meth:`_look` on a connection. ``probes``: also read tables that a catalogue hides."""
+        """Call :meth:`_look` with a new connection. ``probes``: also read tables that a catalog hides."""
 
     @abstractmethod
     async def _rows(self, sql: str) -> Sequence[Sequence[Any]]:
-        """The rows of a query on a connection."""
+        """Return the rows of a query, on a new connection."""
 
     @abstractmethod
     async def _look(self, connection: Any) -> Found:
-        """The existing tables. Raises :class:`RightsMissing` without the right to read them."""
+        """Return the existing parts. Raises :class:`RightsMissing` without the right to read them."""
 
     @abstractmethod
     async def _fetch(self, connection: Any, sql: str) -> Sequence[Sequence[Any]]:
-        """The rows of a query."""
+        """Return the rows of a query."""
 
     @abstractmethod
     async def _run(self, connection: Any, sql: str, *args: Any) -> None:
-        """Run a statement, which may create an index of a large table."""
+        """Run a statement, which may take long because it creates an index on a large table."""
 
     @abstractmethod
     async def _apply(self, connection: Any, files: Sequence[SqlFile], found: Found) -> None:
@@ -200,44 +199,49 @@ class Migration(ABC):
     async def _refuse_flaws(
         self, connection: Any, found: Found, files: Sequence[SqlFile], lost: Sequence[Part]
     ) -> None:
-        """Raise the error for tables that cannot be migrated. ``lost``: the indexes that are created again."""
+        """Raise an error for tables that cannot be migrated. ``lost``: the indexes that are created again."""
 
     def _record_of(self, file: SqlFile) -> Sequence[Any]:
-        """The values of a record in ``schema_versions``."""
+        """Return the values of a record in ``schema_versions``."""
         return file.version, file.name
 
     async def _flaws(self, connection: Any) -> Sequence[str]:
-        """The flaws of the tables of a different tool that the catalogue does not show."""
+        """Return the flaws of another tool's tables that the catalog does not show."""
         return ()
 
     # --- the same for every dialect ------------------------------------------------------------
 
     async def _migrate(self, connection: Any, *, contract: bool = False) -> list[str]:
         found = await self._look(connection)
-        if self._is_to_be_recorded(found):
+        if self._needs_recording(found):
             return await self._record(connection, found)
+        upgrade = statements_for_0_1_0(self._dialect, found)
+        for statement in upgrade:
+            await self._run(connection, statement)
+        if upgrade:
+            found = await self._look(connection)
         files = files_to_apply(self._shard, self._dialect, found, contract=contract)
-        indexes = indexes_to_make(self._shard, self._dialect, found)
+        indexes = indexes_to_create(self._shard, self._dialect, found)
         await self._refuse_flaws(connection, found, files, indexes)
         if contract and (dropping := drops_parts(files, found)):
             catalog = CATALOGS[self._dialect]
-            announced = catalog.announced_by_older if tells_older(found) else catalog.announced
+            announced = catalog.announced_by_older if distinguishes_older(found) else catalog.announced
             refuse_older(self._shard, dropping, await self._fetch(connection, announced))
         await self._apply(connection, files, found)
         for index in indexes:
             await self._run(connection, index.statements[0])
-        return self._done(found, files, indexes, contract=contract)
+        return [*(["upgrade/0.1.0.sql"] if upgrade else []), *self._done(found, files, indexes, contract=contract)]
 
-    def _is_to_be_recorded(self, found: Found) -> bool:
-        """True if a different tool has created tables."""
+    def _needs_recording(self, found: Found) -> bool:
+        """Return True if another tool has created the tables."""
         return is_occupied(self._dialect, found)
 
     def _done(self, found: Found, files: Sequence[SqlFile], indexes: Sequence[Part], *, contract: bool) -> list[str]:
-        """The names of what a migration has made."""
-        return [*(file.name for file in files), *(index.words for index in indexes)]
+        """Return the names of the files that were applied and of the indexes that were restored."""
+        return [*(file.name for file in files), *(index.description for index in indexes)]
 
     async def _record(self, connection: Any, found: Found) -> list[str]:
-        """Record the files as applied if a different tool has created all tables completely; otherwise raise."""
+        """Record the files as applied if another tool has created all tables completely; otherwise raise."""
         refuse_unadoptable(self._shard, self._dialect, found, besides=await self._flaws(connection))
         make_table, record = self._adopt_statements
         await self._run(connection, make_table)
@@ -246,7 +250,7 @@ class Migration(ABC):
         return []
 
     async def _take_over(self, connection: Any, *, dry_run: bool) -> list[str]:
-        """Run the statements that are left. Where each commits by itself, an interrupted adoption continues later."""
+        """Run the remaining statements. Where each commits separately, an interrupted adoption can be repeated."""
         statements = statements_of_adoption(self._shard, self._dialect, await self._look(connection))
         if not dry_run:
             for statement in statements:

@@ -1,11 +1,11 @@
-"""The tables that every dialect has, and the files that create the tables.
+"""The tables that every dialect has, and the files that create them.
 
-The files under ``sql/<dialect>`` are the schema: plain SQL that any migration tool can run instead of
+The files under ``sql/<dialect>`` define the schema: plain SQL that any migration tool can run instead of
 ``outbox.migrate()``. Each file records itself in ``schema_versions``. The required parts, and the statements that
-restore a removed part, are read from the files (``ddl.py``).
+restore a removed part, are derived from the files (``ddl.py``).
 
-A change that an older version cannot live with is made in two files: expand, which adds the new part, and contract
-(``..._contract.sql``), which drops the old part. Between the two files, processes of both versions work side by side.
+Changes that are incompatible with an older version take two files: expand, which adds the new part, and contract
+(``..._contract.sql``), which drops the old part. Between the two, processes of both versions can run side by side.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Found(Struct):
     - ``columns``: the columns by table.
     - ``indexes``: the names of the usable indexes.
     - ``applied``: the versions of the files that were applied.
-    - ``invalid``: the indexes that exist and are of no use.
+    - ``invalid``: the indexes that exist but cannot be used.
     - ``keys``: the columns of unique keys by table, with commas; ``None`` if the keys were not read.
     - ``primary_keys``: the tables with a primary key.
     """
@@ -46,7 +46,7 @@ class Found(Struct):
 
     @property
     def version(self) -> int:
-        """The newest version that was applied; 0 without any."""
+        """The newest version that was applied; 0 if there is none."""
         return max(self.applied, default=0)
 
 
@@ -64,37 +64,37 @@ class SqlFile(Struct, frozen=True):
 
 
 def sql_folder(dialect: str) -> Traversable:
-    """The shipped DDL of a dialect: inside the wheel, or at the top of a source checkout."""
+    """Return the folder of a dialect's SQL files: inside the wheel, or at the root of a source checkout."""
     packaged = resources.files("outboxio").joinpath("sql", dialect)
     return packaged if packaged.is_dir() else Path(__file__).parents[2] / "sql" / dialect
 
 
 def sql_files(dialect: str) -> list[SqlFile]:
-    """The numbered files of a dialect, in order."""
+    """Return the numbered files of a dialect, in order."""
     names = sorted(f.name for f in sql_folder(dialect).iterdir() if f.name.endswith(".sql"))
     return [SqlFile(int(name[:4]), name, sql_folder(dialect).joinpath(name).read_text("utf-8")) for name in names]
 
 
 def files_to_apply(shard: str, dialect: str, found: Found, *, contract: bool = False) -> list[SqlFile]:
-    """The files to apply now. Raises :class:`SchemaNewer` if a newer outboxio has migrated.
+    """Return the files to apply now. Raises :class:`SchemaNewer` if a newer outboxio has migrated.
 
-    Without ``contract``, a contract file waits while the part that the file drops exists: a process of an older version
-    may still use the part. Later files do not wait for the contract file. A database without tables gets all files.
+    Without ``contract``, contract files are left out while the part that they drop exists, because processes of an
+    older version may still use it. Later files are applied regardless. A database without tables gets all files.
     """
     refuse_newer(shard, dialect, found)
-    files = _files_left(dialect, found)
-    return [file for file in files if contract or not (file.is_contract and _drops_a_part(file, found))]
+    files = _unapplied_files(dialect, found)
+    return [file for file in files if contract or not (file.is_contract and _drops_used_part(file, found))]
 
 
 def pending_files(dialect: str, found: Found) -> list[str]:
-    """The names of the contract files that wait until ``migrate(contract=True)``."""
-    return [file.name for file in _files_left(dialect, found) if file.is_contract]
+    """Return the names of the contract files that wait for ``migrate(contract=True)``."""
+    return [file.name for file in _unapplied_files(dialect, found) if file.is_contract]
 
 
-def _files_left(dialect: str, found: Found) -> list[SqlFile]:
-    """The files that were not applied. A contract file may have waited while later files were applied.
+def _unapplied_files(dialect: str, found: Found) -> list[SqlFile]:
+    """Return the files that were not applied, including contract files below the newest version.
 
-    Without a contract file, a file below the newest version counts as applied: an operator may have removed the record.
+    Any other file below the newest version counts as applied, because an operator may have removed its record.
     """
     newest, applied = found.version, found.applied
     return [
@@ -105,14 +105,14 @@ def _files_left(dialect: str, found: Found) -> list[SqlFile]:
 
 
 def drops_parts(files: Iterable[SqlFile], found: Found) -> list[str]:
-    """The names of the contract files that would drop an existing part, which an older version may still use."""
-    return [file.name for file in files if file.is_contract and _drops_a_part(file, found)]
+    """Return the names of the contract files that would drop a part that an older version may still use."""
+    return [file.name for file in files if file.is_contract and _drops_used_part(file, found)]
 
 
-def tells_older(found: Found) -> bool:
-    """True if ``subscriptions`` tells the announcements of an older version from those of this version.
+def distinguishes_older(found: Found) -> bool:
+    """Return True if ``subscriptions`` distinguishes announcements of an older version from those of this version.
 
-    Before the columns exist, all announcements are of an older version.
+    Before these columns exist, all announcements are of an older version.
     """
     return {"partitioned_seen_date", "older_seen_date"} <= set(found.columns.get("subscriptions", ()))
 
@@ -124,12 +124,26 @@ def refuse_older(shard: str, files: Sequence[str], older: Iterable[Sequence[str]
         raise SchemaInUse(shard, handlers, files)
 
 
-def _drops_a_part(file: SqlFile, found: Found) -> bool:
+def _drops_used_part(file: SqlFile, found: Found) -> bool:
     return any(has_part(change, found) for change in changes_of(file.text) if change.drops)
 
 
+def statements_for_0_1_0(dialect: str, found: Found) -> list[str]:
+    """Return the statements that add what the tables of 0.1.0 lack, which had the first four files."""
+    file = sql_folder(dialect).joinpath("upgrade", "0.1.0.sql")
+    if found.version != 4 or not file.is_file():
+        return []
+    return [each for each in statements_in(file.read_text("utf-8")) if not is_done(each, found)]
+
+
+def _added_to_0_1_0(dialect: str, found: Found) -> set[str]:
+    """Return the tables and columns that :func:`statements_for_0_1_0` adds."""
+    parts = (part for each in statements_for_0_1_0(dialect, found) for part in parts_of(each))
+    return {part.description for part in parts if part.kind != "index"}
+
+
 def has_part(change: Change, found: Found) -> bool:
-    """True if the column, index or primary key that a statement adds or drops exists."""
+    """Return True if the column, index or primary key of a change exists."""
     if change.kind == "column":
         return change.name in found.columns.get(change.table, ())
     if change.kind == "primary key":
@@ -137,11 +151,11 @@ def has_part(change: Change, found: Found) -> bool:
     return change.name in found.indexes or change.name in found.invalid
 
 
-def statements_left(dialect: str, files: Collection[SqlFile], found: Found) -> Iterator[str]:
-    """The statements of files that are left to run, in order. ``found``: the parts before the migration.
+def remaining_statements(dialect: str, files: Collection[SqlFile], found: Found) -> Iterator[str]:
+    """Yield the statements that remain to be run, in order. ``found``: the parts before the migration.
 
-    A server may refuse to create or to change a table without a primary key. So a primary key that a later file adds
-    comes first: as a part of CREATE TABLE, or before the other changes of an existing table.
+    Some servers refuse to create or change a table without a primary key. So a primary key that a later file adds comes
+    first: within CREATE TABLE, or before the other changes of an existing table.
     """
     keys = {part.table: part for _, part in required_parts(dialect) if part.kind == "primary key"}
     if files:
@@ -156,9 +170,9 @@ def statements_left(dialect: str, files: Collection[SqlFile], found: Found) -> I
 
 
 def is_done(statement: str, found: Found) -> bool:
-    """True if a statement of a file has nothing to do: the part to create exists, or the part to drop does not.
+    """Return True if a statement has nothing to do: the part to create exists, or the part to drop does not.
 
-    ``found``: the parts before the migration. A table that is not among these parts is new, and gets all changes.
+    ``found``: the parts before the migration. Other tables are new and get all changes.
     """
     change = change_of(statement)
     if change is not None:
@@ -166,11 +180,11 @@ def is_done(statement: str, found: Found) -> bool:
     return any(part.kind == "table" and part.table in found.columns for part in parts_of(statement))
 
 
-def refuse_foreign(shard: str, dialect: str, found: Found, indexes: Sequence[Part]) -> None:
-    """Raise :class:`SchemaOccupied` if a table is incomplete, unless an interrupted migration has left the table.
+def refuse_external_tables(shard: str, dialect: str, found: Found, indexes: Sequence[Part]) -> None:
+    """Raise :class:`SchemaOccupied` if a table is incomplete, unless an interrupted migration has created it.
 
     ``indexes``: the missing indexes that the migration creates. ``schema_versions`` is the first table of a migration:
-    where it exists, later files may still add columns and indexes.
+    if it exists, later files may still add columns and indexes.
     """
     is_ours = "schema_versions" in found.columns
     missing = (part for _, part in missing_parts(dialect, found) if part.kind != "table" and part not in indexes)
@@ -179,7 +193,7 @@ def refuse_foreign(shard: str, dialect: str, found: Found, indexes: Sequence[Par
 
 
 def is_occupied(dialect: str, found: Found) -> bool:
-    """True if a table exists although its file is not applied yet: a different tool has created the table."""
+    """Return True if a table exists whose file was not applied: another tool has created it."""
     return any(
         part.kind == "table" and part.table in found.columns and file.version > found.version
         for file, part in required_parts(dialect)
@@ -200,31 +214,36 @@ def refuse_incomplete(shard: str, dialect: str, found: Found, *, uses_alembic: b
         raise _missing(shard, dialect, found, missing, uses_alembic=uses_alembic)
 
 
-def indexes_to_make(shard: str, dialect: str, found: Found) -> list[Part]:
-    """The indexes of applied files that are missing: ``migrate()`` creates these indexes again.
+def indexes_to_create(shard: str, dialect: str, found: Found) -> list[Part]:
+    """Return the missing indexes of applied files, which ``migrate()`` creates again.
 
-    Raises :class:`SchemaMissing` if a different part is missing: a restored column would have no values, a restored
-    table no rows, and the loss would go unnoticed. Also raises for an index that exists and is of no use, because a
-    build of the index may be under way.
+    Raises :class:`SchemaMissing` if any other part is missing: a restored column would have no values, a restored table
+    no rows, and the data loss would go unnoticed. Also raises for an invalid index, because it may still be being
+    built.
     """
-    damaged = [(file, part) for file, part in missing_parts(dialect, found) if file.version <= found.version]
-    if any(not _is_made_again(part, found) for _, part in damaged):
+    added = _added_to_0_1_0(dialect, found)
+    damaged = [
+        (file, part)
+        for file, part in missing_parts(dialect, found)
+        if file.version <= found.version and part.description not in added
+    ]
+    if any(not _is_recreated(part, found) for _, part in damaged):
         raise _missing(shard, dialect, found, damaged)
     return [part for _, part in damaged]
 
 
 def refuse_unadoptable(shard: str, dialect: str, found: Found, besides: Iterable[str] = ()) -> None:
-    """Raise :class:`SchemaOccupied` unless the tables of a different tool are complete. ``besides``: further flaws.
+    """Raise :class:`SchemaOccupied` unless the tables of another tool are complete. ``besides``: further flaws.
 
-    The table ``schema_versions`` may be missing: adopting the tables creates it.
+    The table ``schema_versions`` may be missing, because adoption creates it.
     """
-    missing = [part for _, part in missing_parts(dialect, found) if part.words != "table schema_versions"]
+    missing = [part for _, part in missing_parts(dialect, found) if part.description != "table schema_versions"]
     if missing or besides:
-        raise SchemaOccupied(shard, [*(part.words for part in missing), *besides], _statements(found, missing))
+        raise SchemaOccupied(shard, [*(part.description for part in missing), *besides], _statements(found, missing))
 
 
 def missing_parts(dialect: str, found: Found) -> Iterator[tuple[SqlFile, Part]]:
-    """The missing parts, each with the file that creates the part. A missing table stands for all of its parts."""
+    """Yield the missing parts, each with the file that creates it. A missing table stands for all of its parts."""
     for file, part in required_parts(dialect):
         if part.kind == "table":
             is_there = part.table in found.columns
@@ -242,7 +261,7 @@ def missing_parts(dialect: str, found: Found) -> Iterator[tuple[SqlFile, Part]]:
             yield file, part
 
 
-def refuse_lacking(shard: str, who: str, grantee: str, needed: Rights, held: Rights) -> None:
+def require_rights(shard: str, who: str, grantee: str, needed: Rights, held: Rights) -> None:
     """Raise :class:`RightsMissing` if the user ``who`` lacks needed rights on existing tables."""
     lacking = {
         table: [right for right in rights if right not in held[table]]
@@ -251,18 +270,18 @@ def refuse_lacking(shard: str, who: str, grantee: str, needed: Rights, held: Rig
     lacking = {table: rights for table, rights in lacking.items() if rights}
     if lacking:
         grants = [f"GRANT {', '.join(rights)} ON eventlog.{table} TO {grantee}" for table, rights in lacking.items()]
-        told = ", ".join(f"{' and '.join(rights)} on eventlog.{table}" for table, rights in lacking.items())
-        raise RightsMissing(shard, who, told, grants)
+        named = ", ".join(f"{' and '.join(rights)} on eventlog.{table}" for table, rights in lacking.items())
+        raise RightsMissing(shard, who, named, grants)
 
 
-def reading(dialect: str) -> dict[str, list[str]]:
-    """The rights to read the state of all tables."""
+def read_rights(dialect: str) -> dict[str, list[str]]:
+    """Return the rights to read all tables."""
     return {table: ["SELECT"] for table in tables_of(dialect)}
 
 
-def ordering(dialect: str) -> Rights:
-    """The least rights of an operator who gives orders. ``docs/operate/security.md`` lists the rights of all orders."""
-    needed = reading(dialect)
+def operator_rights(dialect: str) -> Rights:
+    """Return the minimum rights of an operator. ``docs/operate/security.md`` lists the rights of all operations."""
+    needed = read_rights(dialect)
     needed["event_notifications"] += ["UPDATE"]
     needed["operations"] += ["INSERT", "UPDATE"]
     return needed
@@ -284,34 +303,34 @@ _OF_KINDS: Mapping[str, Rights] = {
 }
 """The rights that each kind of operation needs, besides those to read all tables and to record the operation."""
 
-REMOVING = sorted({table for needed in _OF_KINDS.values() for table, rights in needed.items() if "DELETE" in rights})
-"""The tables from which an operation removes rows."""
+PURGED_TABLES = sorted({table for needed in _OF_KINDS.values() for table in needed if "DELETE" in needed[table]})
+"""The tables from which operations delete rows."""
 
 
-def rights_lacking(shard: str, dialect: str, who: str, grantee: str, held: Rights) -> dict[str, RightsMissing]:
-    """The error of each kind of operation for which the user ``who`` lacks a right."""
+def missing_rights(shard: str, dialect: str, who: str, grantee: str, held: Rights) -> dict[str, RightsMissing]:
+    """Return the kinds of operations for which the user ``who`` lacks a right, each with its error."""
     lacking: dict[str, RightsMissing] = {}
     for kind, rights in _OF_KINDS.items():
-        needed = reading(dialect)
+        needed = read_rights(dialect)
         needed["operations"] += ["INSERT", "UPDATE"]
-        for table in rights.keys() & needed.keys():  # SQLite has not all tables
+        for table in rights.keys() & needed.keys():  # SQLite lacks some tables
             needed[table] += rights[table]
         try:
-            refuse_lacking(shard, who, grantee, needed, held)
+            require_rights(shard, who, grantee, needed, held)
         except RightsMissing as error:
             lacking[kind] = error
     return lacking
 
 
-def working(dialect: str, *, fanout: bool, handling: bool) -> Rights:
-    """The least rights of the loops. ``docs/operate/security.md`` lists all rights that the loops may need later."""
-    needed = reading(dialect)
+def loop_rights(dialect: str, *, fanout: bool, handling: bool) -> Rights:
+    """Return the minimum rights of the loops. ``docs/operate/security.md`` lists all rights they may need later."""
+    needed = read_rights(dialect)
     if fanout or handling:
         needed["leases"] += ["INSERT", "UPDATE"]
     if fanout:
         needed["events"] += ["UPDATE"]
         needed["event_notifications"] += ["INSERT"]
-        needed["operations"] += ["UPDATE"]  # the process that fans out carries orders on whose process has died
+        needed["operations"] += ["UPDATE"]  # this process takes over operations of processes that have died
     if handling:
         needed["subscriptions"] += ["INSERT", "UPDATE"]
         needed["jobs"] += ["INSERT", "UPDATE"]
@@ -325,21 +344,21 @@ def working(dialect: str, *, fanout: bool, handling: bool) -> Rights:
     return needed
 
 
-def useless_indexes(dialect: str, columns: Mapping[str, str]) -> set[str]:
-    """The indexes whose columns do not start with the columns in the files. Columns are given with commas."""
-    wanted = {part.name: part.columns for _, part in required_parts(dialect) if part.kind == "index"}
-    return {name for name, has in columns.items() if not f"{has}, ".startswith(f"{wanted.get(name, has)}, ")}
+def mismatched_indexes(dialect: str, columns: Mapping[str, str]) -> set[str]:
+    """Return the indexes whose columns do not start with those in the files. Columns are separated by commas."""
+    required = {part.name: part.columns for _, part in required_parts(dialect) if part.kind == "index"}
+    return {name for name, has in columns.items() if not f"{has}, ".startswith(f"{required.get(name, has)}, ")}
 
 
 @lru_cache
 def tables_of(dialect: str) -> tuple[str, ...]:
-    """The names of all tables."""
+    """Return the names of all tables."""
     return tuple(part.table for _, part in required_parts(dialect) if part.kind == "table")
 
 
 @lru_cache
 def required_parts(dialect: str) -> tuple[tuple[SqlFile, Part], ...]:
-    """The required parts. An index that a later file drops is not required: no statement of this version uses it."""
+    """Return the required parts, without indexes that a later file drops and this version does not use."""
     files = sql_files(dialect)
     dropped = {change.name for file in files for change in changes_of(file.text) if change.drops}
     found = [(file, part) for file in files for part in parts_of(file.text) if part.name not in dropped]
@@ -348,7 +367,7 @@ def required_parts(dialect: str) -> tuple[tuple[SqlFile, Part], ...]:
 
 
 def _with_additions(part: Part, added: Iterable[Part]) -> Part:
-    """A table is restored with the columns, indexes and the primary key that later files add."""
+    """Return a table whose statements include the columns, indexes and primary key that later files add."""
     if part.kind != "table":
         return part
     create, *statements = part.statements
@@ -363,16 +382,17 @@ def _with_additions(part: Part, added: Iterable[Part]) -> Part:
 def _missing(
     shard: str, dialect: str, found: Found, missing: Collection[tuple[SqlFile, Part]], *, uses_alembic: bool = False
 ) -> SchemaMissing:
-    new = [part for file, part in missing if _is_new(file, part, found)]
-    indexes = [part for file, part in missing if file.version <= found.version and _is_made_again(part, found)]
+    added = _added_to_0_1_0(dialect, found)
+    new = [part for file, part in missing if _is_new(file, part, found) or part.description in added]
+    indexes = [part for file, part in missing if file.version <= found.version and _is_recreated(part, found)]
     others = [part for _, part in missing if part not in new and part not in indexes]
     # Files that were not applied may also change the new parts.
     files = {file for file, _ in missing} | {
-        each for each in _files_left(dialect, found) if new and not each.is_contract
+        each for each in _unapplied_files(dialect, found) if new and not each.is_contract
     }
     return SchemaMissing(
         shard,
-        [part.words for _, part in missing],
+        [part.description for _, part in missing],
         sorted(f"sql/{dialect}/{file.name}" for file in files),
         by_hand=_statements(found, others),
         instead=_statements(found, indexes),
@@ -382,21 +402,19 @@ def _missing(
 
 
 def _is_new(file: SqlFile, part: Part, found: Found) -> bool:
-    """True for a part that ``migrate()`` creates: a part of a file not applied yet, or ``schema_versions``."""
+    """Return True for a part that ``migrate()`` creates: of a file that was not applied, or ``schema_versions``."""
     if part.kind == "table":
         return file.version > found.version or part.table == "schema_versions"
     return part.is_added and file.version > found.version
 
 
-def _is_made_again(part: Part, found: Found) -> bool:
-    """True for a missing index, which ``migrate()`` creates again, because an index holds no data of its own."""
+def _is_recreated(part: Part, found: Found) -> bool:
+    """Return True for a missing index, which ``migrate()`` creates again: no data is lost with an index."""
     return part.kind == "index" and part.name not in found.invalid
 
 
 def _statements(found: Found, parts: Iterable[Part]) -> list[str]:
-    """The statements that restore the parts. An existing index of no use is repaired, because its name is taken."""
+    """Return the statements that restore the parts. Invalid indexes are rebuilt, because their names are taken."""
     return [
-        statement
-        for part in parts
-        for statement in (part.in_its_place if part.name in found.invalid else part.statements)
+        statement for part in parts for statement in (part.repair if part.name in found.invalid else part.statements)
     ]

@@ -1,15 +1,15 @@
 """Statements that are written once for all dialects.
 
-A table that only operators use is a module in ``storage/tables``. Its statements are constants with named parameters,
-and each dialect renders them in its own syntax at the first use:
+Each table that only operators use is a module in ``storage/tables``. Its statements are constants with named
+parameters, and each dialect renders them in its syntax on first use:
 
 - ``:name`` is a parameter.
 - A *marker* in braces stands for syntax that differs, such as ``{table events events_causation}`` for a table with the
   index to use. The markers are in ``syntax.py``.
-- A *part* is a marker whose text a statement names itself, for example the conditions that a search has.
-- A dialect that needs a different plan or a different statement has its own text beside the shared text.
+- A *part* is a marker whose text the statement supplies itself, for example the conditions of a search.
+- A dialect that needs a different plan or statement has a separate text.
 
-``python -m outboxio.storage`` prints every statement as a dialect receives it.
+``python -m outboxio.storage`` prints the statements as rendered for a dialect.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _MARKER = re.compile(r"\{(\w+)(?: ([^{}]*))?\}")
 class Text:
     """A statement, or a part of statements.
 
-    ``postgres``, ``mysql`` (also for MariaDB), ``mariadb`` and ``sqlite`` are texts for these dialects in place of
-    ``text``; the empty text where the dialect has no such statement.
+    ``postgres``, ``mysql`` (also for MariaDB), ``mariadb`` and ``sqlite`` replace ``text`` for these dialects; they are
+    empty if the dialect has no such statement.
     """
 
     def __init__(
@@ -60,21 +60,21 @@ class Text:
         }  # fmt: skip
 
     def source(self, syntax: Syntax) -> str:
-        """The text for a dialect, with markers."""
+        """Return the text for a dialect, with markers."""
         source = self._texts[syntax.dialect]
         return self._text if source is None else source
 
 
 Parts = Mapping[str, str | Text]
-"""Texts by the names of the markers that they replace."""
+"""Texts by the name of the marker that they replace."""
 
 
 class Statement(Text):
     """A statement that changes rows."""
 
     def __init__(self, text: str, *, needs: Query[Any] | None = None, **texts: str | None) -> None:
-        """``needs``: a query without which the statement changes nothing. SQLite runs it first, without its only lock
-        for writing."""
+        """``needs``: if this query returns no row, the statement changes nothing. SQLite runs it first, without the
+        write lock."""
         super().__init__(text, **texts)
         self.needs = needs
         self.parts: Parts = {}
@@ -82,17 +82,17 @@ class Statement(Text):
         """The rendered texts."""
 
     def having(self, **parts: str | Text) -> Self:
-        """The statement with texts in place of the markers with these names. The texts may have markers."""
+        """Return the statement with these parts, which may contain markers."""
         filled: Self = _having(self, tuple(parts.items()))
         return filled
 
     def rendered(self, syntax: Syntax) -> str:
-        """The text in the syntax of a dialect, with parameters still as ``:name``."""
+        """Return the text in the syntax of a dialect, with parameters still as ``:name``."""
         if (text := self.texts.get(syntax)) is None:
             text = self.source(syntax)
             while _MARKER.search(text):  # the arguments of a marker may contain markers
                 text = _MARKER.sub(lambda marker: self._replacement(marker, syntax), text)
-            # A dialect without the statement has no text.
+            # The text is empty if the dialect does not have the statement.
             text = self.texts[syntax] = text and syntax.finished(self._shaped(text.strip(), syntax), self.columns)
         return text
 
@@ -102,7 +102,7 @@ class Statement(Text):
         return part if isinstance(part, str) else part.source(syntax)
 
     def _shaped(self, text: str, syntax: Syntax) -> str:
-        """The whole text of a query that is run many times in one statement."""
+        """Return the whole text, for queries that one statement runs many times."""
         return text
 
     @property
@@ -125,7 +125,7 @@ class Query(Statement, Generic[R]):
     """A statement that returns rows of the type ``row``.
 
     ``row``: a ``tuple[...]``, a ``Struct`` whose fields are the columns in this order, or the type of a single column.
-    A column whose type is a list, a dict or a struct is JSON text.
+    Columns whose type is a list, dict or struct are JSON text.
     """
 
     def __init__(
@@ -141,12 +141,12 @@ class Query(Statement, Generic[R]):
     ) -> None:
         """``fields``: the fields of the struct that are columns, in this order, if not all are.
 
-        ``make``: makes a struct of the values of the driver, by field, for columns with documents of other tools.
+        ``make``: creates the struct from the driver's values, by field, for columns with documents of other tools.
 
-        ``each``: for :meth:`Port.fetch_each`, the parameters that differ from run to run, and their types as in
+        ``each``: for :meth:`Port.fetch_each`, the parameters that differ between runs, and their types as in
         ``{rows ...}``.
 
-        ``lenient``: bytes that are not valid UTF-8, which other tools can store in SQLite, become U+FFFD."""
+        ``lenient``: replace bytes that are not valid UTF-8, which other tools can store in SQLite, by U+FFFD."""
         super().__init__(text, needs=None, **texts)
         self._each = each
         self._row: Any = row
@@ -155,13 +155,13 @@ class Query(Statement, Generic[R]):
         self.lenient = lenient
 
     def rows(self, raw: Sequence[Sequence[Any]]) -> list[R]:
-        """The rows of a driver as values."""
+        """Convert the rows of a driver."""
         rows = [[int(value) if type(value) is Decimal else value for value in row] for row in raw]
         for column, decode in self._documents.items():
             for row in rows:
                 if row[column] is not None:
                     row[column] = decode(row[column])
-        return [self._make(row) for row in msgspec.convert(rows, list[self._read], strict=False)]  # type: ignore[name-defined]  # a type that is made here
+        return [self._make(row) for row in msgspec.convert(rows, list[self._read], strict=False)]  # type: ignore[name-defined]  # a generated type
 
     @property
     def columns(self) -> int:
@@ -178,13 +178,13 @@ class Query(Statement, Generic[R]):
 
     @cached_property
     def _documents(self) -> dict[int, Callable[[Any], Any]]:
-        """How the columns with JSON text are read."""
+        """The decoders of the columns with JSON text."""
         kinds = () if self._made_by else self._types
         return {column: _decoder(kind) for column, kind in enumerate(kinds) if _is_document_type(kind)}
 
     @cached_property
     def _read(self) -> type[msgspec.Struct]:
-        """A row whose documents are read. A row is converted as a whole, and its type is kept, for speed."""
+        """The type of a row with decoded documents. Rows are converted as a whole, for speed."""
         kinds = [Any if self._made_by or n in self._documents else kind for n, kind in enumerate(self._types)]
         names = self._fields or [f"c{number}" for number in range(self.columns)]
         return msgspec.defstruct(
@@ -201,7 +201,7 @@ class Query(Statement, Generic[R]):
 
 
 class Jumps(Query[str]):
-    """All values of a column that are greater than the empty text, by jumps along an index from value to value.
+    """All distinct values of a column except the empty string, by jumps along an index (a loose index scan).
 
     ``text`` is a query for the first value ``> :start``. The rows between two values are not read.
     """
@@ -217,30 +217,30 @@ class Runner(Protocol):
     """Runs statements: a port, or an open transaction of a port."""
 
     async def fetch(self, query: Query[R], **values: Any) -> list[R]:
-        """The rows of a query."""
+        """Return the rows of a query."""
         ...
 
     async def execute(self, statement: Statement, **values: Any) -> int:
-        """Run a statement, on a port as a transaction of its own; the number of changed rows."""
+        """Run a statement, on a port in autocommit mode; return the number of changed rows."""
         ...
 
 
 class Port(Runner, Protocol):
-    """How the tables of operators are read and written: one class for each dialect."""
+    """Runs the statements of ``storage/tables``; one class for each dialect."""
 
     async def fetch_each(self, query: Query[R], each: Sequence[Mapping[str, Any]], **values: Any) -> list[R]:
-        """The rows of a query that is run for each of these sets of values, in one message or a few."""
+        """Return the rows of a query that is run for each of these sets of values, in as few messages as possible."""
         ...
 
     async def transaction(self, work: Callable[[Runner], Coroutine[Any, Any, T]]) -> T:
-        """Call ``work`` in a transaction, committed unless ``work`` raises. ``work`` awaits only its statements.
+        """Call ``work`` in a transaction, which commits unless ``work`` raises. ``work`` may only await statements.
 
-        ``work`` may be called again, and on SQLite runs in the thread of the connection.
+        ``work`` may be called again, and on SQLite it runs in the thread of the connection.
         """
         ...
 
     async def change_and_fetch(self, change: Statement, query: Query[R], **values: Any) -> list[R]:
-        """Run both in a transaction. Without a changed row, the query is skipped, and the result is empty."""
+        """Run both in a transaction. If no row was changed, the query is skipped and the result is empty."""
 
         async def work(transaction: Runner) -> list[R]:
             changed = await transaction.execute(change, **values)
@@ -249,18 +249,18 @@ class Port(Runner, Protocol):
         return await self.transaction(work)
 
     def prepared(self, statement: Statement, values: Mapping[str, Any]) -> tuple[str, Sequence[Any]]:
-        """A statement and its arguments by position, for a session of the dialect."""
+        """Return a statement and its positional arguments, for a session of the dialect."""
         ...
 
 
 def parameters(text: str) -> list[str]:
-    """The names of the parameters, each as often as it occurs."""
+    """Return the names of the parameters, each as often as it occurs."""
     return _PARAMETER.findall(text)
 
 
 @lru_cache(maxsize=1024)
 def numbered(text: str) -> tuple[str, Sequence[str]]:
-    """A text with ``$1``, ``$2`` in place of parameters, and the names of the parameters in this order."""
+    """Replace parameters by ``$1``, ``$2``; return the text and the names of the parameters in this order."""
     names: dict[str, str] = {}
     for name in parameters(text):
         names.setdefault(name, f"${len(names) + 1}")
@@ -268,17 +268,17 @@ def numbered(text: str) -> tuple[str, Sequence[str]]:
 
 
 def with_placeholders(text: str, placeholder: Callable[[str], str]) -> str:
-    """A text with ``placeholder(name)`` in place of each parameter."""
+    """Replace each parameter by ``placeholder(name)``."""
     return _PARAMETER.sub(lambda found: placeholder(found[1]), text)
 
 
 def _decoder(kind: Any) -> Callable[[Any], Any]:
-    """A malformed list of names, which another tool can write, counts as empty."""
+    """Return a decoder. A malformed list of names, which another tool may have written, counts as empty."""
     return decode_names if tuple[str, ...] in (kind, *get_args(kind)) else msgspec.json.Decoder(kind).decode
 
 
 def _fields_of(row: Any, chosen: Sequence[str] | None = None) -> dict[str, Any] | None:
-    """The fields of a struct and their types, all or the chosen ones; ``None`` for other types."""
+    """Return the fields of a struct and their types, all or the chosen ones; ``None`` for other types."""
     if not (isinstance(row, type) and issubclass(row, msgspec.Struct)):
         return None
     types = {field.name: field.type for field in msgspec.structs.fields(row)}
@@ -286,13 +286,13 @@ def _fields_of(row: Any, chosen: Sequence[str] | None = None) -> dict[str, Any] 
 
 
 def _is_document_type(kind: Any) -> bool:
-    """True for the type of a column with JSON text: a list, a dict or a struct, or one of these and ``None``."""
+    """Return True for the type of a JSON column: a list, dict or struct, or one of these and ``None``."""
     parts = get_args(kind) if get_origin(kind) in (Union, UnionType) else [kind]
     return any(_fields_of(part) is not None or (get_origin(part) or part) in _DOCUMENTS for part in parts)
 
 
 def as_document(value: Any) -> str:
-    """A value as JSON text. A timestamp in a list of rows is the text that SQLite stores, and that all servers read."""
+    """Encode a value as JSON. Timestamps in a list of rows have the format of SQLite, which all servers accept."""
     if is_list(value) and value and is_object(value[0]):
         rows: list[Any] = value
         value = [{n: _plain(v) for n, v in row.items()} for row in rows]
@@ -304,12 +304,12 @@ def _plain(value: Any) -> Any:
 
 
 def is_document(value: Any) -> bool:
-    """True for a parameter that is sent as JSON text: a dict, a ``Raw`` value, or a list of dicts."""
+    """Return True for a parameter that is sent as JSON text: a dict, a ``Raw`` value, or a list of dicts."""
     return isinstance(value[0] if isinstance(value, list) and value else value, dict | msgspec.Raw)
 
 
 def delete(table: str, where: str, *, order: str) -> Statement:
-    """A statement that deletes up to ``:limit`` rows of a table, in the order of an index."""
+    """Return a statement that deletes up to ``:limit`` rows of a table, in index order."""
     found = f"FROM eventlog.{table} WHERE {where} ORDER BY {order} LIMIT :limit"
     return Statement(
         f"DELETE {found}",

@@ -1,7 +1,7 @@
-"""Synchronous connections of the application, on which ``outboxio.sync.Producer`` writes rows of ``events``.
+"""The callers' synchronous connections on which ``outboxio.sync.Producer`` writes rows of ``events``.
 
-The statements and columns are those of the asynchronous sessions. No driver is imported here but the standard
-library's: the application has imported the driver of its connection.
+The statements and columns are those of the asynchronous sessions. Only the driver of the standard library is imported
+here: the caller has already imported the driver of its connection.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from outboxio.support.codec import Check
 from outboxio.support.text import UTF_8, TextEncoding
 
 Insertion = Callable[[ActionRecord, Sequence[EventRecord]], tuple[str, Any]]
-"""Makes the INSERT of the rows of an action, and the parameters."""
+"""Returns the INSERT of the rows of an action, and its parameters."""
 
 
 class SyncDialect(Struct, frozen=True):
-    """A dialect, for connections that block."""
+    """A dialect for synchronous connections."""
 
     stores_nul: bool
     check_numbers: Check | None
@@ -56,12 +56,12 @@ DIALECTS = (POSTGRES, MYSQL, MARIADB, SQLITE)
 
 
 def mysql_or_mariadb(connection: Any) -> SyncDialect:
-    """The dialect of a connection of PyMySQL or mysqlclient."""
+    """Return the dialect of a connection of PyMySQL or mysqlclient."""
     return MARIADB if "mariadb" in str(connection.get_server_info()).lower() else MYSQL
 
 
 class SyncConnection(Protocol):
-    """A synchronous connection of the application."""
+    """A caller's synchronous connection."""
 
     @property
     def dialect(self) -> SyncDialect: ...
@@ -72,14 +72,14 @@ class SyncConnection(Protocol):
         ...
 
     def in_transaction(self) -> bool:
-        """True if a transaction is open, or begins with the next statement."""
+        """Return True if a transaction is open, or starts with the next statement."""
         ...
 
     def execute(self, sql: str, parameters: Any) -> None: ...
 
 
 def encoding_of_postgres(connection: Any) -> TextEncoding:
-    """The narrower of the encodings of the database and of a connection of psycopg."""
+    """Return the narrower of the encodings of the database and of a psycopg connection."""
     names = (connection.info.parameter_status(name) for name in ("server_encoding", "client_encoding"))
     return next((one for one in map(encoding_called, names) if one is not UTF_8), UTF_8)
 
@@ -100,7 +100,7 @@ class _Psycopg:
     def execute(self, sql: str, parameters: Any) -> None:
         from psycopg import Cursor
 
-        # connection.cursor() may be of a class with other placeholders.
+        # connection.cursor() may return a class with other placeholders.
         with Cursor[Any](self._connection) as cursor:
             cursor.execute(sql.encode(), parameters)
 
@@ -114,7 +114,7 @@ class _Pymysql:
     def encoding(self) -> TextEncoding:
         from pymysql import charset  # type: ignore[import-untyped]  # the driver has no types
 
-        # "utf8" is another character set in older versions of PyMySQL.
+        # "utf8" means a different character set in older versions of PyMySQL.
         driver: Any = charset
         return encoding_of_charset(driver.charset_by_name(self._connection.character_set_name()).name)
 
@@ -157,17 +157,17 @@ _ASYNCHRONOUS = (
 
 
 def synchronous(connection: object) -> SyncConnection:
-    """The connection of a driver. Raises :class:`ConfigurationError` with the remedy for any other object."""
+    """Wrap a driver's connection. Raises :class:`ConfigurationError` with the fix for any other object."""
     names = [f"{cls.__module__}.{cls.__qualname__}" for cls in type(connection).__mro__]
     for name in names:
         if (driver := _DRIVERS.get(name)) is not None:
             return driver(connection)
     if any(name.startswith(_ASYNCHRONOUS) for name in names):
         raise ConfigurationError(
-            f"Producer.record() was given {names[0]}, which is asynchronous: use `await outbox.record(...)`, or "
+            f"Producer.record() does not accept {names[0]}, which is asynchronous; use `await outbox.record(...)`, or "
             "outbox.bind(session) for an AsyncSession"
         )
     raise ConfigurationError(
-        f"Producer.record() was given {names[0]}; give a connection of psycopg 3, PyMySQL or sqlite3, a connection of "
+        f"Producer.record() does not accept {names[0]}; pass a connection of psycopg 3, PyMySQL, sqlite3 or "
         "Django, or a Session or Connection of SQLAlchemy over one of these drivers"
     )

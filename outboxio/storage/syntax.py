@@ -1,4 +1,4 @@
-"""How each dialect spells the markers of the statements in ``storage/tables`` (see ``statement.py``)."""
+"""How each dialect renders the markers of the statements in ``storage/tables`` (see ``statement.py``)."""
 
 from __future__ import annotations
 
@@ -11,40 +11,40 @@ from outboxio.storage.postgres.columns import PARTITION_NOW
 
 
 class Syntax(ABC):
-    """The syntax of a dialect. The methods from ``table`` on are the markers, and so are the keys of ``words``."""
+    """The syntax of a dialect. The methods from ``table`` on are markers, and so are the keys of ``markers``."""
 
     dialect: str
-    words: Mapping[str, str]
+    markers: Mapping[str, str]
     """The markers without arguments:
 
     - ``{now}``: the time of the database, in UTC.
-    - ``{join}`` joins two tables in the order in which they are written.
-    - ``{unfinished}``: the notification ``n`` is PENDING, FAILED or DYING, as the index of due rows has it.
-    - ``{in_line}``: the notification ``n`` is in the index of key queues, of which MySQL reads BLOCKED rows alone;
-      ``{blocked}``: it is in this index, and BLOCKED.
-    - ``{dead}``: the notification ``n`` is DEAD or EXPIRED, as the index of ended rows has it; ``{dead_name}`` and
-      ``{dead_date}`` are the handler name and the date in the index.
-    - ``{partition}``: the partition to which the notification ``n`` belongs now.
-    - ``{for_update}``: behind a query that locks its rows.
+    - ``{join}``: joins two tables in the order in which they are written.
+    - ``{unfinished}``: the notification ``n`` is PENDING, FAILED or DYING, as a condition for the index of due rows.
+    - ``{in_queue}``: ``n`` is in the index of key queues, of which MySQL reads only the BLOCKED rows; ``{blocked}``: it
+      is in this index and BLOCKED.
+    - ``{dead}``: ``n`` is DEAD or EXPIRED, as a condition for the index of ended rows; ``{dead_name}`` and
+      ``{dead_date}`` are the handler name and the date in this index.
+    - ``{partition}``: the partition to which ``n`` belongs now.
+    - ``{for_update}``: at the end of a query that locks its rows.
     """
 
     def replacement(self, marker: re.Match[str]) -> str:
-        """The text that replaces a marker."""
+        """Return the text that replaces a marker."""
         name, arguments = marker[1], marker[2]
         if arguments is None:
-            return self.words[name]
+            return self.markers[name]
         return getattr(self, name)(arguments)  # type: ignore[no-any-return]  # by name
 
     def finished(self, text: str, columns: int) -> str:
-        """The text after all markers were replaced. ``columns``: of a query, the number of its columns."""
+        """Return the final text, after all markers were replaced. ``columns``: the number of columns of a query."""
         return text
 
     def for_each(self, text: str, columns: str) -> str:
-        """A query that the port runs with each of several sets of values. ``columns``: as in ``rows``."""
+        """Return the query that the port runs with several sets of values. ``columns``: as in ``rows``."""
         return text
 
     def jumping(self, text: str) -> str:
-        """A query for the first value ``> :start``, run with each value that it finds."""
+        """Return the query that runs a query for the first value ``> :start`` again with each value found."""
         return f"""WITH RECURSIVE jumps(value) AS (
   SELECT ''
   UNION ALL
@@ -53,21 +53,21 @@ SELECT value FROM jumps WHERE value <> ''"""
 
     @abstractmethod
     def table(self, arguments: str) -> str:
-        """``FROM {table events events_causation e}``: a table, the index to read it along, and an alias.
+        """``FROM {table events events_causation e}``: a table, the index to use, and an alias.
 
-        The index ``primary`` is the primary key. ``{table events}`` leaves the choice to the database.
+        The index ``primary`` is the primary key. With ``{table events}`` the database chooses the index.
         """
 
     def id(self, column: str) -> str:
-        """``{id o.event_id}``: an id in a column of ``{rows ...}``, for a comparison with a column of ids."""
+        """``{id o.event_id}``: an id in a column of ``{rows ...}``, to compare with a column of ids."""
         return column
 
     def text(self, column: str) -> str:
-        """``{text payload}``: a column of JSON as text."""
+        """``{text payload}``: a JSON column as text."""
         return column
 
     def json(self, value: str) -> str:
-        """``{json :payload}``: a parameter or column of text as a value of a JSON column."""
+        """``{json :payload}``: a text parameter or column as the value of a JSON column."""
         return value
 
     @abstractmethod
@@ -86,7 +86,7 @@ SELECT value FROM jumps WHERE value <> ''"""
         """
 
     def upsert(self, arguments: str) -> str:
-        """``INSERT ... {upsert id: name, date}``: where a row with this key exists, assign the new values.
+        """``INSERT ... {upsert id: name, date}``: if a row with this key exists, assign the new values.
 
         ``{upsert id: name from r}``: the values are columns of the inserted table ``r``.
         """
@@ -95,30 +95,30 @@ SELECT value FROM jumps WHERE value <> ''"""
         return f"ON CONFLICT ({key}) DO UPDATE SET {', '.join(f'{name} = excluded.{name}' for name in names)}"
 
     def keep(self, arguments: str) -> str:
-        """``INSERT ... {keep jobs: namespace, name}``: where the table has a row with this key, do nothing."""
+        """``INSERT ... {keep jobs: namespace, name}``: if a row with this key exists, do nothing."""
         return f"ON CONFLICT ({arguments.partition(':')[2].strip()}) DO NOTHING"
 
     @abstractmethod
     def list(self, arguments: str) -> str:
         """``{list n.date timestamp, n.id id if n.is_match by n.date DESC, n.id DESC}``: the rows with a condition.
 
-        A JSON array with an array of texts for each row; for a single column, with a text for each row. A timestamp is
-        a text with six decimals. The result may be NULL without rows. MySQL does not keep the order of a subquery, so
-        the order is repeated.
+        The result is a JSON array with an array of texts per row, or one text per row for a single column. Timestamps
+        have six decimals. Without rows the result may be NULL. The order is repeated, because MySQL does not keep the
+        order of a subquery.
         """
 
     @abstractmethod
     def last(self, arguments: str) -> str:
-        """``{last ...}``: as ``list``, but only the last row; NULL without rows."""
+        """``{last ...}``: like ``list``, but only the last row; NULL without rows."""
 
 
-# SQLite and PostgreSQL use a partial index for a query that repeats its condition.
-_IN_LINE = """
+# SQLite and PostgreSQL use a partial index if the query repeats its condition.
+_IN_QUEUE = """
 n.state IN ('PENDING', 'FAILED', 'BLOCKED', 'DYING') AND (n.ordering_key IS NOT NULL OR n.state = 'BLOCKED')
 """.strip()
 _WITH_PARTIAL_INDEXES = {
-    "in_line": _IN_LINE,
-    "blocked": f"{_IN_LINE} AND n.state = 'BLOCKED'",
+    "in_queue": _IN_QUEUE,
+    "blocked": f"{_IN_QUEUE} AND n.state = 'BLOCKED'",
     "dead_name": "n.handler_name",
     "dead_date": "n.updated_date",
 }
@@ -127,7 +127,7 @@ _POSTGRES_TYPES = {"document": "text", "bool": "boolean", "id": "uuid"}
 
 class PostgresSyntax(Syntax):
     dialect = "postgres"
-    words: Mapping[str, str] = {
+    markers: Mapping[str, str] = {
         "now": "(clock_timestamp() AT TIME ZONE 'UTC')",
         "join": "JOIN",
         "unfinished": "n.state IN ('PENDING', 'FAILED', 'DYING')",
@@ -143,7 +143,7 @@ class PostgresSyntax(Syntax):
         return f"SELECT found.* FROM {self.rows(f':each one {columns}')} CROSS JOIN LATERAL (\n{text}\n) found"
 
     def table(self, arguments: str) -> str:
-        # The settings of a loop's connection leave the planner no other index.
+        # On connections of the loops, planner settings already force the index.
         name, _, alias = (*arguments.split(), "", "")[:3]
         return f"eventlog.{name} {alias}".rstrip()
 
@@ -185,11 +185,11 @@ class PostgresSyntax(Syntax):
         return f"CASE WHEN isfinite({value}) THEN to_char({value}, 'YYYY-MM-DD HH24:MI:SS.US') ELSE ({value})::text END"
 
 
-_MYSQL_WORDS = {
+_MYSQL_MARKERS = {
     "now": "UTC_TIMESTAMP(6)",
     "join": "STRAIGHT_JOIN",
     "unfinished": "n.is_unfinished = TRUE",
-    "in_line": "n.line_part = 2",
+    "in_queue": "n.line_part = 2",
     "blocked": "n.line_part = 2",
     "partition": OWN_PARTITION,
     "for_update": "FOR UPDATE",
@@ -198,14 +198,14 @@ _MYSQL_TYPES = {"int": "INT", "bigint": "BIGINT", "bool": "BOOLEAN", "timestamp"
 
 
 class MysqlSyntax(Syntax):
-    def __init__(self, dialect: str, words: Mapping[str, str]) -> None:
-        """``words``: the markers without arguments in which MySQL and MariaDB differ (``mysql/flavour.py``)."""
+    def __init__(self, dialect: str, markers: Mapping[str, str]) -> None:
+        """``markers``: those without arguments in which MySQL and MariaDB differ (``mysql/flavour.py``)."""
         self.dialect = dialect
-        self.words = {**_MYSQL_WORDS, **words}
-        self._types = {**_MYSQL_TYPES, **{kind: words[kind] for kind in ("text", "document", "id")}}
+        self.markers = {**_MYSQL_MARKERS, **markers}
+        self._types = {**_MYSQL_TYPES, **{kind: markers[kind] for kind in ("text", "document", "id")}}
 
     def jumping(self, text: str) -> str:
-        # A recursive statement would read every row between two values: the port jumps (``mysql/port.py``).
+        # A recursive statement would read every row between two values, so the port jumps (``mysql/port.py``).
         return text
 
     def table(self, arguments: str) -> str:
@@ -214,7 +214,7 @@ class MysqlSyntax(Syntax):
         return " ".join(filter(None, (f"eventlog.{name}", alias, forced)))
 
     def id(self, column: str) -> str:
-        return self.words["id_of"].format(column)
+        return self.markers["id_of"].format(column)
 
     def among(self, arguments: str) -> str:
         column, values = arguments.split()
@@ -257,23 +257,23 @@ class MysqlSyntax(Syntax):
         return f"JSON_QUOTE({texts[0]})" if len(texts) == 1 else f"JSON_ARRAY({', '.join(texts)})"
 
 
-_OF_EVENTS = "sqlite_autoindex_eventlog_event_notifications_2"  # SQLite's own index of the second key
+_OF_EVENTS = "sqlite_autoindex_eventlog_event_notifications_2"  # the implicit index of the second key
 
 
 class SqliteSyntax(Syntax):
     dialect = "sqlite"
-    words: Mapping[str, str] = {
+    markers: Mapping[str, str] = {
         "now": ":process_now",  # all processes that can open the file have the same clock
         "join": "CROSS JOIN",
         "unfinished": "(n.state = 'PENDING' OR n.state = 'FAILED' OR n.state = 'DYING')",
         "dead": "(n.state = 'DEAD' OR n.state = 'EXPIRED')",
         **_WITH_PARTIAL_INDEXES,
         "partition": "0",
-        "for_update": "",  # a transaction has the only lock for writing
+        "for_update": "",  # a write transaction holds the only write lock
     }
 
     def finished(self, text: str, columns: int) -> str:
-        """A query returns its rows as one JSON text, because each row of its own costs a switch of threads."""
+        """Return all rows of a query as one JSON text, because each separate row costs a thread switch."""
         text = text.replace("eventlog.", "eventlog_")
         if not columns:
             return text
@@ -305,7 +305,7 @@ class SqliteSyntax(Syntax):
 
     def list(self, arguments: str) -> str:
         columns, condition, _ = _rows_in(arguments)
-        # The empty text makes the JSON a text, also within the JSON text of all rows.
+        # Appending the empty string makes the JSON a string, also within the JSON text of all rows.
         return f"json_group_array({self._as_json(columns)}) FILTER (WHERE {condition}) || ''"
 
     def last(self, arguments: str) -> str:
@@ -321,12 +321,12 @@ class SqliteSyntax(Syntax):
 
 
 def _rows_in(text: str) -> tuple[list[tuple[str, str]], str, str]:
-    """The columns, the condition and the order in ``n.id id if n.is_match by n.id DESC``."""
+    """Parse the columns, condition and order in ``n.id id if n.is_match by n.id DESC``."""
     text, _, order = text.partition(" by ")
     columns, _, condition = text.partition(" if ")
     return _columns_of(columns), condition or "TRUE", order
 
 
 def _columns_of(text: str) -> list[tuple[str, str]]:
-    """The names and types in ``name text, starts int``."""
+    """Parse the names and types in ``name text, starts int``."""
     return [(name, kind) for name, kind in (column.split() for column in text.split(","))]

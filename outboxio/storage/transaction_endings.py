@@ -1,8 +1,8 @@
 """Finds statements that end a transaction in a string of SQL, before the string is sent.
 
-A string may hold several statements, and a COMMIT within a literal, a quoted name or a comment ends no transaction. So
-each dialect describes the text that can hide a semicolon. Each pattern can match a text in one form only, so that
-a string of any length is read once. Nearly all strings hold a single statement, for which the first word is enough.
+A string may contain several statements, and COMMIT within a literal, a quoted name or a comment does not end a
+transaction. So each dialect describes the text that can hide a semicolon. The patterns are unambiguous, so that strings
+of any length are matched in linear time. Nearly all strings are a single statement, whose first keyword is enough.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-# Only statements that end or replace the transaction. The application may use savepoints and ROLLBACK TO.
+# Only statements that end or replace the transaction. Savepoints and ROLLBACK TO are allowed.
 _ENDINGS = r"COMMIT|BEGIN|START\s+TRANSACTION|ROLLBACK(?!(?:\s+(?:WORK|TRANSACTION))?\s+TO\b)"
 _FURTHER_ENDINGS = r"END|ABORT|PREPARE\s+TRANSACTION"
 _ALL_ENDINGS = re.compile(rf"({_ENDINGS}|{_FURTHER_ENDINGS})\b", re.IGNORECASE)
 
-# The first word of a string if the word ends a transaction, or a character that may stand before such a word.
-_BEGINNING = re.compile(rf"\s*+(?:({_ENDINGS}|{_FURTHER_ENDINGS})\b|[-/#;])", re.IGNORECASE)
+# The first keyword of a string if it ends a transaction, or a character that may precede such a keyword.
+_START = re.compile(rf"\s*+(?:({_ENDINGS}|{_FURTHER_ENDINGS})\b|[-/#;])", re.IGNORECASE)
 
 _COMMENT_BORDER = re.compile(r"/\*|\*/")
 
 
 def first_ending(sql: str) -> str | None:
-    """The words with which a single statement ends its transaction. Comments before the words are skipped."""
-    found = _BEGINNING.match(sql)
+    """Return the keywords with which a single statement ends its transaction, or ``None``. Comments are skipped."""
+    found = _START.match(sql)
     if found is not None and found[1] is None:
         blank = _BLANK.match(sql)
         found = _ALL_ENDINGS.match(sql, blank.end() if blank is not None else 0)
@@ -31,19 +31,21 @@ def first_ending(sql: str) -> str | None:
 
 
 class Lexicon:
-    """How a dialect writes several statements in a string."""
+    """The lexical rules of a dialect for strings of several statements."""
 
     def __init__(self, hiding: str, blank: str, *, endings: str, nests_comments: bool = False, body: str = "") -> None:
         """The parameters are regular expressions.
 
-        - ``hiding``: text in which a semicolon ends no statement.
-        - ``blank``: text that may stand before a statement.
-        - ``endings``: the first words of statements that end the transaction.
-        - ``body``: the first words of a statement that holds further statements, from BEGIN ATOMIC to END.
+        - ``hiding``: text in which a semicolon does not end a statement.
+        - ``blank``: text that may precede a statement.
+        - ``endings``: the first keywords of statements that end the transaction.
+        - ``body``: the first keywords of a statement that contains further statements, from BEGIN ATOMIC to END.
         """
-        words = r"|\b(?P<atomic>BEGIN\s+ATOMIC)\b|(?<![\w$.])(?P<case>CASE)\b|(?<![\w$.])(?P<end>END)\b" if body else ""
+        keywords = (
+            r"|\b(?P<atomic>BEGIN\s+ATOMIC)\b|(?<![\w$.])(?P<case>CASE)\b|(?<![\w$.])(?P<end>END)\b" if body else ""
+        )
         comment = r"|(?P<comment>/\*)" if nests_comments else ""
-        self._piece = re.compile(rf"(?P<semicolon>;){comment}|{hiding}{words}", re.IGNORECASE | re.DOTALL)
+        self._token = re.compile(rf"(?P<semicolon>;){comment}|{hiding}{keywords}", re.IGNORECASE | re.DOTALL)
         self._blank = re.compile(rf"(?:\s|{blank})*+", re.DOTALL)
         self._endings = re.compile(rf"({endings})\b", re.IGNORECASE)
         self._any_ending = re.compile(rf"\b(?:{endings}|{_FURTHER_ENDINGS})\b", re.IGNORECASE)
@@ -51,41 +53,41 @@ class Lexicon:
         self._nests_comments = nests_comments
 
     def ending_in(self, sql: str, *, has_run: bool = False) -> str | None:
-        """The words with which a statement in ``sql`` ends the transaction; ``None`` if no statement does.
+        """Return the keywords of the first statement in ``sql`` that ends the transaction, or ``None``.
 
-        ``has_run``: True if the transaction already holds work, which the first statement could end.
+        ``has_run``: True if the transaction has already run a statement, so that the first statement could end it.
         """
-        found = _BEGINNING.match(sql)
+        found = _START.match(sql)
         if found is None:
             semicolon = sql.find(";")
             if semicolon < 0 or not sql[semicolon + 1 :].strip() or not self._any_ending.search(sql, semicolon):
                 return None
         elif found[1]:
             return str(found[1])
-        return self._look_through(sql, has_run=has_run) if self._any_ending.search(sql) else None
+        return self._ending_of_any(sql, has_run=has_run) if self._any_ending.search(sql) else None
 
-    def _look_through(self, sql: str, *, has_run: bool) -> str | None:
-        for place, beginning in enumerate(self.beginnings(sql)):
-            found = self._endings.match(sql, beginning) if place or has_run else None
-            found = found or (_ALL_ENDINGS.match(sql, beginning) if not place else None)
+    def _ending_of_any(self, sql: str, *, has_run: bool) -> str | None:
+        for index, start in enumerate(self.starts(sql)):
+            found = self._endings.match(sql, start) if index or has_run else None
+            found = found or (_ALL_ENDINGS.match(sql, start) if not index else None)
             if found is not None:
                 return str(found[1])
         return None
 
-    def beginnings(self, sql: str) -> Iterator[int]:
-        """The positions of the first words of the statements."""
+    def starts(self, sql: str) -> Iterator[int]:
+        """Yield the positions at which statements start."""
         position = self._after_blank(sql, 0)
         yield position
-        holds_others, depth = self._holds_others(sql, position), 0
-        while (found := self._piece.search(sql, position)) is not None:
+        has_body, depth = self._has_body(sql, position), 0
+        while (found := self._token.search(sql, position)) is not None:
             position, kind = found.end(), found.lastgroup
             if kind == "comment":
                 position = _end_of_comment(sql, found.start())
             elif kind == "semicolon" and not depth:
                 position = self._after_blank(sql, position)
                 yield position
-                holds_others = self._holds_others(sql, position)
-            elif holds_others:
+                has_body = self._has_body(sql, position)
+            elif has_body:
                 depth += (kind == "atomic") + (kind == "case" and depth > 0) - (kind == "end" and depth > 0)
 
     def _after_blank(self, sql: str, position: int) -> int:
@@ -96,12 +98,12 @@ class Lexicon:
             position = found.end() if found is not None else len(sql)
         return position
 
-    def _holds_others(self, sql: str, position: int) -> bool:
+    def _has_body(self, sql: str, position: int) -> bool:
         return self._body is not None and self._body.match(sql, position) is not None
 
 
 def _end_of_comment(sql: str, start: int) -> int:
-    """The end of a comment that may hold nested comments."""
+    """Return the end of a comment that may contain nested comments."""
     depth = 0
     for border in _COMMENT_BORDER.finditer(sql, start):
         depth += 1 if border[0] == "/*" else -1
@@ -110,9 +112,9 @@ def _end_of_comment(sql: str, start: int) -> int:
     return len(sql)
 
 
-# A text without an end hides the rest of the string. The server refuses such a string.
+# Unterminated text hides the rest of the string, which the server rejects anyway.
 _COMMENT = r"/\*.*?(?:\*/|\Z)"
-_DOUBLED = r"'[^']*+(?:'|\Z)"  # a doubled quote counts as two adjacent texts
+_DOUBLED = r"'[^']*+(?:'|\Z)"  # a doubled quote counts as two adjacent literals
 _ESCAPED = r"'(?:[^'\\]|\\.)*+(?:'|\Z)"
 _NAME = r'"[^"]*+(?:"|\Z)'
 _ESCAPED_NAME = r'"(?:[^"\\]|\\.)*+(?:"|\Z)'
@@ -123,7 +125,7 @@ _BLANK = re.compile(rf"(?:\s|;|{_LINE}|{_COMMENT})*+", re.DOTALL)
 
 
 def _postgres(text: str) -> Lexicon:
-    # After an E backslashes escape, also if the text continues on the next line.
+    # Backslashes escape after E, even if the literal continues on the next line.
     escaped = r"(?<![\w$])E'(?:[^'\\]|\\.|''|'[ \t\r\f]*\n\s*')*+(?:'|\Z)"
     dollars = r"(?<![\w$])\$(?P<tag>(?:[^\W\d]\w*)?)\$.*?(?:\$(?P=tag)\$|\Z)"
     return Lexicon(
@@ -136,7 +138,7 @@ def _postgres(text: str) -> Lexicon:
 
 
 def _mysql(text: str) -> Lexicon:
-    # Two dashes need a blank behind. The server executes the text of a comment that begins with an exclamation mark.
+    # Two dashes must be followed by whitespace. The server executes comments that start with an exclamation mark.
     comments = r"--(?=\s|\Z)[^\n]*|#[^\n]*|/\*(?!M?!).*?(?:\*/|\Z)"
     return Lexicon(
         rf"{comments}|{text}|{_ESCAPED_NAME}|{_BACKTICKS}",

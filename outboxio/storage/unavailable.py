@@ -1,4 +1,4 @@
-"""Temporary errors of a driver as :class:`DatabaseUnavailable`, the same error for each database."""
+"""Converts temporary errors of all drivers to :class:`DatabaseUnavailable`."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Helpers without a word of the domain: time, text, identifiers, JSON, waiting."""
+"""General helpers: time, text, identifiers, JSON, waiting."""

@@ -1,4 +1,4 @@
-"""Waiting in asyncio: for a signal, for a time, and until work has ended that a cancellation must not cut short."""
+"""Waiting in asyncio: for a signal, for a time, and for work that a cancellation must not interrupt."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any, Generic, TypeVar
 T = TypeVar("T")
 
 PATIENCE = 5.0  # seconds
-LONG_WAIT = 5.0  # seconds in line of which the operator is told
-QUIET_TIME = 60.0  # seconds until the operator is told again
+SLOW_WAIT = 5.0  # seconds of waiting that are reported
+WARNING_INTERVAL = 60.0  # seconds between two reports
 
 
 class Signal:
-    """A flag for a waiting task, with a time limit. A wait costs a future and a timer, and no task."""
+    """A flag for one waiting task, with a timeout. A wait needs a future and a timer, but no task."""
 
     def __init__(self) -> None:
         self._set = False
         self._waiter: asyncio.Future[None] | None = None
 
     def set(self) -> None:
-        """Raise the flag, and end the present wait."""
+        """Set the flag and end the current wait."""
         self._set = True
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
@@ -32,7 +32,7 @@ class Signal:
         return self._set
 
     async def wait(self, timeout: float) -> bool:
-        """Wait for the flag at most ``timeout`` seconds, and lower it; True if the flag was up."""
+        """Wait at most ``timeout`` seconds for the flag, then clear it; return True if it was set."""
         if not self._set:
             loop = asyncio.get_running_loop()
             waiter = self._waiter = loop.create_future()
@@ -47,22 +47,22 @@ class Signal:
 
 
 class Alarm:
-    """A timer for many tasks that want the same call later. It goes off at the earliest wanted moment.
+    """A timer that many tasks share. It fires at the earliest time that was set.
 
-    A task that has to wait longer sets the alarm again when it has gone off.
+    A task that has to wait longer sets the alarm again after it has fired.
     """
 
     def __init__(self, ring: Callable[[], None]) -> None:
         self._ring = ring
         self._timer: asyncio.TimerHandle | None = None
 
-    def set(self, moment: float) -> None:
-        """Call ``ring`` at this moment of the event loop's clock, or before."""
+    def set(self, at: float) -> None:
+        """Call ``ring`` at this time of the event loop's clock, or earlier."""
         if self._timer is not None:
-            if self._timer.when() <= moment:
+            if self._timer.when() <= at:
                 return
             self._timer.cancel()
-        self._timer = asyncio.get_running_loop().call_at(moment, self._go_off)
+        self._timer = asyncio.get_running_loop().call_at(at, self._fire)
 
     def cancel(self) -> None:
         """Stop the timer."""
@@ -70,13 +70,13 @@ class Alarm:
             self._timer.cancel()
             self._timer = None
 
-    def _go_off(self) -> None:
+    def _fire(self) -> None:
         self._timer = None
         self._ring()
 
 
 class Slice:
-    """The time that a long piece of work without awaits may take, before the event loop gets a turn.
+    """How long a CPU-bound piece of work may run before it yields to the event loop.
 
     Example::
 
@@ -99,13 +99,13 @@ class Slice:
         return self._time() >= self._ends
 
     async def turn(self) -> None:
-        """Give the event loop a turn, and begin the next slice."""
+        """Yield to the event loop, and start the next slice."""
         await asyncio.sleep(0)
         self._ends = self._time() + self._slice
 
 
 class TimeLimit:
-    """A time limit for many waits at once, with a single timer. A timer for each wait takes longer than the rest."""
+    """A timeout for many concurrent waits with a single timer, which is much cheaper than a timer for each wait."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -113,7 +113,7 @@ class TimeLimit:
         self._waiting: dict[Any, tuple[float, Callable[[Any], None]]] = {}  # by start
 
     def begin(self, what: Any, expired: Callable[[Any], None]) -> None:
-        """Call ``expired`` with ``what`` at the end of the time, unless :meth:`end` was called before."""
+        """Call ``expired`` with ``what`` after the timeout, unless :meth:`end` is called first."""
         loop = asyncio.get_running_loop()
         self._waiting[what] = loop.time() + self._seconds, expired
         if self._timer is None:
@@ -134,81 +134,81 @@ class TimeLimit:
 
 
 class Waiters(Generic[T]):
-    """Tasks that wait in line for a shared object, such as a connection, for at most ``seconds``: first in, first out.
+    """A FIFO queue of tasks that wait for a shared object, such as a connection, for at most ``seconds``.
 
-    A task in line costs a future and a share of a timer; a task that need not wait costs no time.
+    A waiting task needs a future and shares a timer. Tasks that do not have to wait have no overhead.
     """
 
     def __init__(
-        self, seconds: float, *, refusal: Callable[[], Exception], served_late: Callable[[float], None]
+        self, seconds: float, *, timeout_error: Callable[[], Exception], on_slow_wait: Callable[[float], None]
     ) -> None:
-        """``refusal`` makes the error at the end of the time; ``served_late`` is told of waits above LONG_WAIT."""
+        """``timeout_error`` makes the error; ``on_slow_wait`` is called after waits longer than SLOW_WAIT."""
         self._seconds = seconds
-        self._refusal = refusal
-        self._served_late = served_late
-        self._line: deque[tuple[asyncio.Future[T], float]] = deque()  # with the start of each wait
+        self._timeout_error = timeout_error
+        self._on_slow_wait = on_slow_wait
+        self._queue: deque[tuple[asyncio.Future[T], float]] = deque()  # with the start of each wait
         self._timer: asyncio.TimerHandle | None = None
-        self._told_at = float("-inf")
+        self._logged_at = float("-inf")
 
     async def wait(self, give_back: Callable[[T], None]) -> T:
-        """Wait in line for the object that :meth:`serve` gives. A task that is cancelled then gives the object back."""
+        """Wait for an object from :meth:`serve`. If the task is cancelled after that, ``give_back`` is called."""
         loop = asyncio.get_running_loop()
         begun = loop.time()
         waiter: asyncio.Future[T] = loop.create_future()
-        self._line.append((waiter, begun))
+        self._queue.append((waiter, begun))
         if self._timer is None:
-            self._timer = loop.call_at(begun + self._seconds, self._refuse_late, loop)
+            self._timer = loop.call_at(begun + self._seconds, self._expire, loop)
         try:
             served = await waiter
         except BaseException:
             if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
                 give_back(waiter.result())
             raise
-        if (now := loop.time()) - begun > LONG_WAIT and now - self._told_at > QUIET_TIME:
-            self._told_at = now
-            self._served_late(now - begun)
+        if (now := loop.time()) - begun > SLOW_WAIT and now - self._logged_at > WARNING_INTERVAL:
+            self._logged_at = now
+            self._on_slow_wait(now - begun)
         return served
 
     def serve(self, what: T) -> bool:
-        """Give the object to the first task in line; True if a task was in line."""
-        while self._line:
-            waiter, _ = self._line.popleft()
-            if not waiter.done():  # otherwise the task has left
+        """Pass the object to the first waiting task; return False if no task waits."""
+        while self._queue:
+            waiter, _ = self._queue.popleft()
+            if not waiter.done():  # otherwise the task was cancelled
                 waiter.set_result(what)
                 return True
         return False
 
     def refuse_all(self, error: Exception) -> None:
-        """End all waits with this error."""
-        while self._line:
-            waiter, _ = self._line.popleft()
+        """Fail all waits with this error."""
+        while self._queue:
+            waiter, _ = self._queue.popleft()
             if not waiter.done():
                 waiter.set_exception(error)
         self.stop_timer()
 
     def stop_timer(self) -> None:
-        """Stop the timer if no task is in line. For the end of the shared object: a timer serves many waits."""
-        if self._timer is not None and all(waiter.done() for waiter, _ in self._line):
+        """Stop the timer if no task waits. For the end of the shared object."""
+        if self._timer is not None and all(waiter.done() for waiter, _ in self._queue):
             self._timer.cancel()
             self._timer = None
 
-    def _refuse_late(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Refuse the tasks that have waited ``seconds``, and set the timer for the next task in line."""
+    def _expire(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Fail the tasks that have waited ``seconds``, and set the timer for the next one."""
         self._timer = None
-        while self._line:
-            waiter, begun = self._line[0]
+        while self._queue:
+            waiter, begun = self._queue[0]
             if not waiter.done() and begun + self._seconds > loop.time():
-                self._timer = loop.call_at(begun + self._seconds, self._refuse_late, loop)
+                self._timer = loop.call_at(begun + self._seconds, self._expire, loop)
                 return
-            self._line.popleft()
+            self._queue.popleft()
             if not waiter.done():
-                waiter.set_exception(self._refusal())
+                waiter.set_exception(self._timeout_error())
 
 
-async def to_the_end(awaitable: Awaitable[T]) -> T:
-    """Await work that must finish once begun. A cancellation meanwhile is raised afterwards (decision 25)."""
+async def run_to_completion(awaitable: Awaitable[T]) -> T:
+    """Await work that must not be interrupted. A cancellation is raised when it has finished (decision 25)."""
     task = asyncio.ensure_future(awaitable)
-    cancelled = await over(task)
+    cancelled = await wait_done(task)
     if cancelled is None:
         return task.result()
     if not task.cancelled() and task.exception() is not None:
@@ -216,10 +216,10 @@ async def to_the_end(awaitable: Awaitable[T]) -> T:
     raise cancelled
 
 
-async def heeding_cancellation(awaitable: Awaitable[T], undo: Callable[[T], Awaitable[None]]) -> T:
-    """Await work that may swallow a cancellation. If it did, ``undo`` the result, and raise the cancellation.
+async def propagate_cancellation(awaitable: Awaitable[T], undo: Callable[[T], Awaitable[None]]) -> T:
+    """Await work that may swallow a cancellation. If it did, ``undo`` its result and raise the cancellation.
 
-    Drivers connect in ``asyncio.wait_for``, which in Python 3.11 forgets a cancellation that comes as the wait ends.
+    Drivers connect in ``asyncio.wait_for``, which in Python 3.11 loses a cancellation that arrives as the wait ends.
     """
     task = asyncio.current_task()
     assert task is not None
@@ -231,37 +231,39 @@ async def heeding_cancellation(awaitable: Awaitable[T], undo: Callable[[T], Awai
             raise asyncio.CancelledError from error
         raise
     if task.cancelling() > before:
-        await to_the_end(undo(result))
+        await run_to_completion(undo(result))
         raise asyncio.CancelledError
     return result
 
 
-async def over(future: asyncio.Future[Any], give_up: Callable[[], None] | None = None) -> asyncio.CancelledError | None:
-    """Wait until ``future`` is done. Returns a cancellation that came meanwhile, for the caller to raise.
+async def wait_done(
+    future: asyncio.Future[Any], on_timeout: Callable[[], None] | None = None
+) -> asyncio.CancelledError | None:
+    """Wait until ``future`` is done. A cancellation in the meantime is returned, for the caller to raise.
 
-    ``give_up`` is called if ``future`` is not done PATIENCE seconds after a cancellation, and has to end ``future``.
+    ``on_timeout`` is called if ``future`` is not done PATIENCE seconds after a cancellation, and must end ``future``.
     """
     waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     future.add_done_callback(lambda _: _release(waiter))
     try:
         await waiter
     except asyncio.CancelledError as error:
-        return await _over_after_all(future, give_up, error)
+        return await _wait_done_cancelled(future, on_timeout, error)
     return None
 
 
-async def _over_after_all(
-    future: asyncio.Future[Any], give_up: Callable[[], None] | None, cancelled: asyncio.CancelledError
+async def _wait_done_cancelled(
+    future: asyncio.Future[Any], on_timeout: Callable[[], None] | None, cancelled: asyncio.CancelledError
 ) -> asyncio.CancelledError:
     while not future.done():
         try:
-            await asyncio.wait([future], timeout=None if give_up is None else PATIENCE)
+            await asyncio.wait([future], timeout=None if on_timeout is None else PATIENCE)
         except asyncio.CancelledError as error:
             cancelled = error
         else:
-            if give_up is not None and not future.done():
-                give_up()
-                give_up = None
+            if on_timeout is not None and not future.done():
+                on_timeout()
+                on_timeout = None
     return cancelled
 
 

@@ -1,4 +1,4 @@
-"""JSON in and out. A stored value is a JSON object without NaN, not too deep, and readable by the database."""
+"""Encoding and decoding of JSON. A stored value is an object without NaN that every database can store."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import msgspec
 from outboxio.errors import InvalidEvent
 from outboxio.support.text import briefly
 
-DEEPEST = 31
-"""The largest depth of objects and lists in stored JSON, on every database: MariaDB takes 32 levels, and counts the
-innermost value as a level; MySQL takes 100. So rows can move between databases, and the stack of no reader overflows.
+MAX_DEPTH = 31
+"""The maximum nesting depth of stored JSON on every database, so that rows can be moved between databases. MariaDB
+allows 32 levels, including the innermost value; MySQL allows 100. It also protects readers from stack overflows.
 """
 
 _AS_BRACKETS = bytes.maketrans(b"{}", b"[]")
@@ -30,7 +30,7 @@ _decode_names = msgspec.json.Decoder(tuple[str, ...] | str).decode
 
 Encode = Callable[[Any], bytes]
 Check = Callable[[bytes, str], bytes]
-"""``check(document, subject)``: the document in a spelling whose numbers the database keeps. Raises
+"""``check(document, subject)``: returns the document with numbers in a form that the database stores exactly. Raises
 :class:`InvalidEvent` for a number that the database would change."""
 S = TypeVar("S", bound=msgspec.Struct)
 T = TypeVar("T")
@@ -45,27 +45,27 @@ def encode_object(
     encode: Encode = _encode,
     nan_is_null: bool = True,
 ) -> str:
-    """``value`` as the text of a JSON object. Raises :class:`InvalidEvent` with the place of a value that is refused.
+    """Return ``value`` as the text of a JSON object. Raises :class:`InvalidEvent` with the path of an invalid value.
 
-    ``stores_nul``: ``True`` if the database keeps NUL inside JSON strings. ``check``: of the numbers; ``None`` if the
-    database keeps all numbers. ``encode`` makes the JSON; ``nan_is_null``: ``True`` if it writes NaN and infinities as
-    null.
+    ``stores_nul``: ``True`` if the database can store NUL in JSON strings. ``check``: checks the numbers; ``None`` if
+    the database stores all numbers exactly. ``encode`` makes the JSON; ``nan_is_null``: ``True`` if it writes NaN and
+    infinities as null.
     """
     if isinstance(value, msgspec.Raw):
-        value = decode_given(bytes(value), subject)  # the encoder would copy the bytes unread
+        value = decode_document(bytes(value), subject)  # the encoder would copy the bytes without a check
     try:
         encoded = encode(value)
     except UnicodeEncodeError as error:
-        told = f"a string contains a lone surrogate, which is no Unicode text: {error}{_place(value, encode)}"
-        raise InvalidEvent(subject, told) from error
+        reason = f"a string contains a lone surrogate, which is not valid Unicode: {error}{_location(value, encode)}"
+        raise InvalidEvent(subject, reason) from error
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise InvalidEvent(subject, f"cannot be encoded as JSON: {error}{_place(value, encode)}") from error
+        raise InvalidEvent(subject, f"cannot be encoded as JSON: {error}{_location(value, encode)}") from error
     if not encoded.startswith(b"{"):
-        reason = f"encodes to {encoded.decode()[:40]}, which is no JSON object"
-        raise InvalidEvent(subject, reason, logged="encodes to JSON that is no object")
-    if len(encoded) > 2 * DEEPEST and nests_deeper(encoded, DEEPEST):  # so many brackets take so many bytes
+        reason = f"encodes to {encoded.decode()[:40]}, which is not a JSON object"
+        raise InvalidEvent(subject, reason, logged="encodes to JSON that is not an object")
+    if len(encoded) > 2 * MAX_DEPTH and nests_deeper(encoded, MAX_DEPTH):  # a shorter text cannot be that deep
         raise InvalidEvent(subject, _TOO_DEEP)
-    # Only a text with a null can hide NaN.
+    # NaN is encoded as null.
     if nan_is_null and b"null" in encoded:
         refuse_leaf(value, subject, _is_not_finite, "is {}, which JSON cannot hold; use None, or a string")
     # An escaped backslash before u0000 looks the same, so the decoded strings are searched.
@@ -77,30 +77,30 @@ def encode_object(
     return encoded.decode()
 
 
-def decode_given(text: str | bytes | bytearray, subject: str) -> object:
-    """The value of a JSON text from outside. Raises :class:`InvalidEvent` for text that is no JSON, or too deep.
+def decode_document(text: str | bytes | bytearray, subject: str) -> object:
+    """Decode an untrusted JSON text. Raises :class:`InvalidEvent` if it is not valid JSON, or nested too deeply.
 
-    A text that is too deep is refused before the decoder could overflow the stack.
+    Text that is nested too deeply is rejected before the decoder can overflow the stack.
     """
     try:
-        given = text.encode() if isinstance(text, str) else bytes(text)
-        if nests_deeper(given, DEEPEST):
+        document = text.encode() if isinstance(text, str) else bytes(text)
+        if nests_deeper(document, MAX_DEPTH):
             raise InvalidEvent(subject, _TOO_DEEP)
-        return msgspec.json.decode(given)
+        return msgspec.json.decode(document)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        raise InvalidEvent(subject, f"is no JSON: {error}") from error
+        raise InvalidEvent(subject, f"is not valid JSON: {error}") from error
 
 
 def nests_deeper(text: bytes, levels: int) -> bool:
-    """True if objects and lists of a JSON text are nested deeper than ``levels``.
+    """Return True if objects and lists of a JSON text are nested deeper than ``levels``.
 
-    Most texts have fewer brackets than ``levels``. Otherwise only the brackets outside of strings are kept, and each
-    step removes the innermost pairs, which lowers the depth by 1. The steps are a few passes in C over the text.
+    Most texts have fewer brackets than ``levels``. Otherwise only brackets outside of strings are kept, and each pass
+    removes the innermost pairs, which reduces the depth by 1. The passes run in C.
     """
     if text.count(b"{") + text.count(b"[") <= levels:
         return False
     if b"\\" in text:
-        text = text.replace(b"\\\\", b"").replace(b'\\"', b"")  # escaped quotes end no string
+        text = text.replace(b"\\\\", b"").replace(b'\\"', b"")  # escaped quotes do not end a string
     marks = text.translate(_AS_BRACKETS, _NEITHER_BRACKETS_NOR_QUOTES).replace(b'""', b"")
     if b'"' in marks:
         marks = b"".join(marks.split(b'"')[::2])  # without the brackets inside of strings
@@ -112,15 +112,15 @@ def nests_deeper(text: bytes, levels: int) -> bool:
 
 
 def decode_object(document: bytes | msgspec.Raw) -> dict[str, Any]:
-    """A JSON object, also if the document is a JSON string with an object in it; ``{}`` for ``null``."""
+    """Decode a JSON object, or a JSON string that contains one; ``{}`` for ``null``."""
     decoded = _decode_column(document)
     return _decode_object(decoded) if isinstance(decoded, str) else decoded or {}
 
 
 def decode_names(document: str) -> tuple[str, ...]:
-    """A JSON list of names, also if the document is a JSON string with the list in it; ``()`` for any other document.
+    """Decode a JSON list of names, or a JSON string that contains one; ``()`` for any other document.
 
-    A malformed list counts as empty, so that the row of one process stops no other process.
+    A malformed list counts as empty, so that a row of one process cannot stop others.
     """
     try:
         decoded = _decode_names(document)
@@ -131,9 +131,9 @@ def decode_names(document: str) -> tuple[str, ...]:
 
 
 def decode_exactly(document: bytes | msgspec.Raw, type: type[T]) -> T:
-    """A JSON object as a value of ``type``, also if the document is a JSON string with an object in it.
+    """Decode a JSON object, or a JSON string that contains one, as a value of ``type``.
 
-    A number with a point is a ``Decimal`` where the type asks for no float.
+    A number with a decimal point becomes a ``Decimal`` unless the type requires a float.
     """
     text = bytes(document)
     if text.lstrip().startswith(b'"'):
@@ -142,18 +142,18 @@ def decode_exactly(document: bytes | msgspec.Raw, type: type[T]) -> T:
 
 
 _TOO_DEEP = (
-    f"has more than {DEEPEST} objects and lists within one another, which not every database can store in JSON; store "
-    "what is deeper as text"
+    f"is nested deeper than {MAX_DEPTH} objects and lists, which not every database can store as JSON; store the "
+    "deeper levels as text"
 )
 
 
 def not_finite_in(value: object) -> str:
-    """The place of the first NaN or infinity, in msgspec's spelling; ``""`` without one."""
+    """Return the path of the first NaN or infinity, in msgspec's format; ``""`` if there is none."""
     return _spelled(next((path for path, leaf in leaves_of(value) if _is_not_finite(leaf)), ""))
 
 
-def _place(value: object, encode: Encode) -> str:
-    """The place of the first leaf that cannot be encoded, in msgspec's spelling; ``""`` for ``value`` itself."""
+def _location(value: object, encode: Encode) -> str:
+    """Return the path of the first leaf that cannot be encoded, in msgspec's format; ``""`` for ``value`` itself."""
     try:
         return _spelled(next((path for path, leaf in leaves_of(value) if _fails(path, leaf, encode)), ""))
     except RecursionError:  # the value contains itself
@@ -185,16 +185,16 @@ def _has_nul(value: object) -> bool:
 
 
 def refuse_leaf(value: object, subject: str, is_bad: Callable[[object], bool], reason: str) -> None:
-    """Raise :class:`InvalidEvent` with the place of the first leaf below ``value`` that ``is_bad`` finds."""
+    """Raise :class:`InvalidEvent` with the path of the first leaf of ``value`` for which ``is_bad`` is true."""
     for path, leaf in leaves_of(value):
         if is_bad(leaf):
-            place = path.lstrip(".") or "the value"
+            where = path.lstrip(".") or "the value"
             shown = str(leaf)[:80] if isinstance(leaf, Decimal) else briefly(leaf)
-            raise InvalidEvent(subject, f"{place} {reason.format(shown)}", logged="has a value that cannot be stored")
+            raise InvalidEvent(subject, f"{where} {reason.format(shown)}", logged="has a value that cannot be stored")
 
 
 def leaves_of(value: Any, path: str = "") -> Iterator[tuple[str, object]]:
-    """Every leaf below ``value``, after the path to the leaf; keys of mappings count as leaves."""
+    """Yield the path and value of every leaf of ``value``. Keys of mappings are leaves too."""
     if isinstance(value, msgspec.Struct):
         for field in value.__struct_fields__:
             yield from leaves_of(getattr(value, field), f"{path}.{field}")
@@ -221,17 +221,17 @@ def leaves_of(value: Any, path: str = "") -> Iterator[tuple[str, object]]:
         yield path, value.value if isinstance(value, Enum) else value
 
 
-# A tool of an application may have written a document of any shape. A type checker knows the members of a value that
-# these functions have checked as ``object``; after ``isinstance(value, dict)`` every use of a member would be accepted.
+# Other tools may have written documents of any shape. With these functions, type checkers know that members are
+# ``object``; after ``isinstance(value, dict)`` they would accept any use of a member.
 
 
 def is_object(value: object) -> TypeGuard[dict[str, object]]:
-    """True for a JSON object."""
+    """Return True for a JSON object."""
     return isinstance(value, dict)
 
 
 def is_list(value: object) -> TypeGuard[list[object]]:
-    """True for a JSON list."""
+    """Return True for a JSON list."""
     return isinstance(value, list)
 
 
@@ -239,7 +239,7 @@ def is_list(value: object) -> TypeGuard[list[object]]:
 
 
 def made_from(source: object, cls: type[S], **fields: Any) -> S:
-    """A struct of ``cls`` with ``fields``; its other fields are the attributes of ``source`` with the same names.
+    """Return a struct of ``cls`` with ``fields``; all other fields are copied from attributes of ``source``.
 
     Example::
 

@@ -1,6 +1,6 @@
-"""Durations in human spelling: ``"20ms"``, ``"1h30m"``, ``0.5``, ``"PT1S"``. Pure functions.
+"""Human-readable durations: ``"20ms"``, ``"1h30m"``, ``0.5``, ``"PT1S"``.
 
-Pauses between retries: exponential, with jitter.
+Also exponential backoff with jitter.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ DurationLike: TypeAlias = timedelta | float | str
 if TYPE_CHECKING:
 
     class Duration:
-        """A field that is a ``timedelta``, and accepts every spelling of a duration.
+        """A field that is a ``timedelta`` and accepts every format of a duration.
 
-        Only type checkers see this class: a descriptor tells type checkers that the argument is wider than the field.
+        Only type checkers see this class: the descriptor declares that the argument has a wider type than the field.
         """
 
         @overload
@@ -47,20 +47,20 @@ else:
 
 
 def default_duration(value: DurationLike | None) -> Any:
-    """The default of a duration field."""
+    """Return the default of a duration field."""
     return None if value is None else parse_duration(value)
 
 
 def parse_duration(value: object, *, key: str = "duration") -> timedelta:
-    """The duration that ``value`` spells, to the microsecond.
+    """Parse a duration, to the microsecond.
 
     * A ``timedelta`` is returned unchanged.
     * A number, or text that is only a number, is seconds.
     * Text has units from long to short (``w d h m s ms us``, each at most once, spaces allowed), or is ISO-8601. ISO
-      years and months are refused, because a year and a month have no fixed length.
+      years and months are not accepted, because they have no fixed length.
 
-    ``key`` is the name of the value in an error. Raises :class:`~outboxio.errors.SettingsError` for all other values,
-    and for a duration that is negative, NaN, infinite, or longer than a ``timedelta`` holds.
+    ``key`` names the value in errors. Raises :class:`~outboxio.errors.SettingsError` for all other values, and for
+    durations that are negative, NaN, infinite, or longer than a ``timedelta`` allows.
 
     Example::
 
@@ -76,9 +76,9 @@ def parse_duration(value: object, *, key: str = "duration") -> timedelta:
 
 
 def format_duration(duration: timedelta) -> str:
-    """``duration`` in human spelling, from which :func:`parse_duration` makes the same duration.
+    """Format a duration so that :func:`parse_duration` returns the same duration.
 
-    A negative duration, such as the difference of two clocks, begins with ``-``.
+    A negative duration, such as the difference between two clocks, starts with ``-``.
 
     Example::
 
@@ -103,8 +103,8 @@ _EXPECTED = (
     "or ISO-8601 such as 'PT1S'; finite and not negative"
 )
 
-# The groups are the arguments of timedelta. All groups are optional, so text without groups is refused after the match.
-# Each place allows at most a single space: between optional groups, any number of spaces would backtrack badly.
+# The groups are the arguments of timedelta. All are optional, so text without any group is rejected after the match. At
+# most one space is allowed between groups: any number of spaces would cause catastrophic backtracking.
 _NUMBER = r"(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)"
 _SECONDS = re.compile(rf"(?P<seconds>{_NUMBER})")
 _SHORT = re.compile(
@@ -142,14 +142,14 @@ def _from_text(text: str) -> timedelta | None:
     return timedelta(**parts) if parts else None
 
 
-LARGEST_EXPONENT = 30  # 2 ** 30 s is longer than every limit
+MAX_EXPONENT = 30  # 2 ** 30 s exceeds every limit
 
 
 def jittered(seconds: float, jitter: float = 0.1) -> float:
-    """``seconds``, varied at random between ``1 - jitter`` and ``1 + jitter`` times."""
+    """Multiply ``seconds`` by a random factor between ``1 - jitter`` and ``1 + jitter``."""
     return seconds * machine.uniform(1 - jitter, 1 + jitter)
 
 
 def pause_after(failures: int, *, first: float = 0.1, longest: float = 5.0) -> float:
-    """The seconds that a loop waits after ``failures`` failures in a row, with a jitter of 0.25."""
-    return jittered(min(first * 2 ** min(failures - 1, LARGEST_EXPONENT), longest), 0.25)
+    """Return the seconds that a loop waits after ``failures`` consecutive failures, with a jitter of 0.25."""
+    return jittered(min(first * 2 ** min(failures - 1, MAX_EXPONENT), longest), 0.25)

@@ -1,4 +1,4 @@
-"""Identifiers: of rows, in the order of time, and of processes. A forked child makes identifiers of its own."""
+"""Identifiers of rows, in time order, and of processes. A forked child generates different ones."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from outboxio.support import machine
 _VERSION_AND_VARIANT = (7 << 76) | (2 << 62)
 _RANDOM_BITS = (1 << 62) - 1
 _FRACTION = 245  # nanoseconds, rounded up, that change the fraction
-_UNKNOWN = SafeUUID.unknown  # to look a member of an enum up takes long
-_new, _set = UUID.__new__, object.__setattr__  # as the standard library's own, from Python 3.14 on
+_UNKNOWN = SafeUUID.unknown  # looking up an enum member is slow
+_new, _set = UUID.__new__, object.__setattr__  # like the standard library's uuid7 in Python 3.14
 
 
 def uuid7() -> UUID:
     """A UUIDv7 (RFC 9562): milliseconds, then a 12-bit fraction of a millisecond, then 62 random bits.
 
-    The fraction keeps the ids of a process in order down to a quarter of a microsecond, so that the rows of a burst are
-    neighbours in the index. When the clock of the machine is set back, the ids of the process stay in order: the time
-    in the ids stands still, except for the fraction, until the clock has caught up.
+    The fraction keeps the ids of a process in order down to a quarter of a microsecond, so that rows of a burst are
+    adjacent in the index. If the clock is set back, the ids of the process stay in order: only the fraction increases
+    until the clock has caught up.
     """
     latest = machine.local("ids", _Latest)
     now = machine.time_ns()
@@ -27,7 +27,7 @@ def uuid7() -> UUID:
     latest.ns = now + _FRACTION
     time = (now << 12) // 1_000_000  # in 4,096ths of a millisecond
     random = machine.random_bits() & _RANDOM_BITS
-    made = _new(UUID)  # the checks of the constructor take longer than all the rest, and always pass here
+    made = _new(UUID)  # the checks of the constructor would take most of the time, and always pass here
     _set(made, "int", (time >> 12 << 80) | ((time & 0xFFF) << 64) | _VERSION_AND_VARIANT | random)
     _set(made, "is_safe", _UNKNOWN)
     return made
@@ -42,7 +42,7 @@ class _Latest:
 
 
 class ProcessName:
-    """The name of this process and outbox: host, process id and a random part. A forked child makes a name of its own.
+    """The name of this process and outbox: host, process id and a random part. A forked child gets a new name.
 
     Example::
 
@@ -65,7 +65,7 @@ def _new_name() -> str:
 
 
 _forks = 0
-"""The number of forks between the first process and this process."""
+"""The number of forks between the original process and this one."""
 
 
 def _count() -> None:

@@ -1,11 +1,11 @@
-"""The log: every entry is a single line, and text from outside cannot forge an entry.
+"""The log: every entry is a single line, and untrusted text cannot forge an entry.
 
 An entry is a constant message with arguments, and fields: the keyword arguments of the call, as attributes of the
 record, each with the prefix ``outboxio_``. docs/reference/logs.md lists all messages with their fields.
 
-Names, sources and errors come from outside. A line break in such a text would forge an entry, and an escape sequence
-would reach the terminal of the reader. So every logger of the package is a :class:`Log`, which escapes all arguments.
-About a payload that does not decode, the log says the place and the expected type, and leaves the value out.
+Names, sources and errors are untrusted. A line break in such a text would forge an entry, and an escape sequence would
+reach the reader's terminal. So every logger of the package is a :class:`Log`, which escapes all arguments. For an
+undecodable payload, the log contains the path and the expected type, but not the value.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ import msgspec
 
 from outboxio.errors import InvalidEvent
 
-LONGEST_SHOWN = 500
-"""The most characters of an error in a log line."""
-MOST_CAUSES = 5  # the most causes of an error that are shown with a stack
-MOST_FRAMES = 20  # the most frames of a stack that is shown on a line
+MAX_SHOWN = 500
+"""The maximum length of an error in a log line, in characters."""
+MAX_CAUSES = 5  # causes of an error that are shown with a stack
+MAX_FRAMES = 20  # frames of a stack that is shown on one line
 Fields = dict[str, Any]
 """Fields of a log entry, without the prefix; a field that is ``None`` is left out."""
 PREFIX = "outboxio_"
-"""Begins the name of every field."""
+"""The prefix of every field name."""
 
 _ELLIPSIS = "\N{HORIZONTAL ELLIPSIS}"
 
-# The beginnings of messages in which msgspec quotes a value of the payload, or the name of an unknown field.
+# How messages start in which msgspec quotes a value of the payload, or the name of an unknown field.
 _QUOTES_VALUE = re.compile(r"Invalid enum value|Invalid value|Object contains unknown field")
-_PLACE = re.compile(r" - at (?:`key` in )?`\$[^`\s]*`\Z")
+_LOCATION = re.compile(r" - at (?:`key` in )?`\$[^`\s]*`\Z")
 _CORE_OF_PYDANTIC = "pydantic_core._pydantic_core"
 _QUOTING_OF_PYDANTIC = ("value_error", "assertion_error", "union_tag_invalid")
-_MOST_PROBLEMS = 3  # the most fields that a log line names of a payload that Pydantic refuses
+_MAX_PROBLEMS = 3  # fields that a log line names if Pydantic rejects a payload
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}(?:-.*)?")
 _NO_TRACE = "0" * 32
 
@@ -52,15 +52,15 @@ _of_run: Callable[[], Mapping[str, object]] = dict[str, object]
 
 
 def log_of(module: str) -> Log:
-    """The logger of a module of this package: ``logger = log_of(__name__)``."""
+    """Return the logger of a module of this package: ``logger = log_of(__name__)``."""
     return Log(logging.getLogger(module))
 
 
 class Log(logging.LoggerAdapter[logging.Logger]):
-    """A logger with a single line for each entry.
+    """A logger that writes each entry on a single line.
 
-    Text is escaped, and an error is shown as :func:`log_text`. A stack (``exc_info``) has files, lines and functions,
-    with each error as :func:`log_text`. Further keyword arguments are fields.
+    Text is escaped, and errors are shown as :func:`log_text`. A stack (``exc_info``) has files, lines and functions,
+    with each error as :func:`log_text`. All other keyword arguments are fields.
 
     Example::
 
@@ -81,16 +81,17 @@ class Log(logging.LoggerAdapter[logging.Logger]):
         if not self.isEnabledFor(level):
             return
         stack = without_text(exc_info) if isinstance(exc_info, BaseException) else None
-        given = {**as_fields(fields), **(extra or {})}
+        attributes = {**as_fields(fields), **(extra or {})}
         self.logger.log(
-            level, msg, *map(_safe, args), exc_info=stack, stack_info=stack_info, stacklevel=stacklevel + 1, extra=given
-        )
+            level, msg, *map(_safe, args), exc_info=stack, stack_info=stack_info, stacklevel=stacklevel + 1,
+            extra=attributes,
+        )  # fmt: skip
 
 
 def as_fields(fields: Mapping[str, object]) -> dict[str, object]:
-    """The fields as attributes of a record, with the shared fields. A field without a value is left out.
+    """Return the fields as attributes of a record, with the shared fields. Fields without a value are left out.
 
-    An entry that is written during a run and names no handler itself has the fields of the run.
+    An entry during a run gets the fields of the run, unless it has a handler field itself.
     """
     every = {**_shared.get(), **fields}
     own = {PREFIX + name: _value(value) for name, value in every.items() if value is not None}
@@ -98,14 +99,14 @@ def as_fields(fields: Mapping[str, object]) -> dict[str, object]:
 
 
 def take_run_fields_from(source: Callable[[], Mapping[str, object]]) -> None:
-    """Set the function that returns the fields, with their prefix, of the run around the call."""
+    """Set the function that returns the fields, with prefix, of the current run."""
     global _of_run
     _of_run = source
 
 
 @contextmanager
 def shared_fields(**fields: object) -> Generator[None]:
-    """Add fields to all entries of the block, and of the tasks that the block starts."""
+    """Add fields to all entries of the block, including those of tasks that it starts."""
     token = _shared.set({**_shared.get(), **fields})
     try:
         yield
@@ -114,20 +115,20 @@ def shared_fields(**fields: object) -> Generator[None]:
 
 
 def trace_id_in(traceparent: object) -> str | None:
-    """The id of the trace in a header of W3C Trace Context: 32 hexadecimal digits. ``None`` without a valid header."""
+    """Return the trace id in a W3C Trace Context header, 32 hexadecimal digits; ``None`` without a valid header."""
     match = _TRACEPARENT.fullmatch(traceparent) if isinstance(traceparent, str) else None
     return None if match is None or match[1] == _NO_TRACE else match[1]
 
 
 def current_trace_id() -> str | None:
-    """The id of the trace of OpenTelemetry's current span. ``None`` unless the application uses OpenTelemetry."""
+    """Return the trace id of OpenTelemetry's current span; ``None`` unless your application uses OpenTelemetry."""
     trace = sys.modules.get("opentelemetry.trace")
     if trace is None:
         return None
     try:
         span = trace.get_current_span()
         context = span.get_span_context()
-        # A task may have been started inside a span that has ended long ago.
+        # A task may have been started within a span that has ended since.
         has_ended = getattr(span, "end_time", None) is not None
         return f"{context.trace_id:032x}" if context.is_valid and not has_ended else None
     except Exception:  # a log entry must not fail because of another library
@@ -135,10 +136,10 @@ def current_trace_id() -> str | None:
 
 
 def one_line(text: str, longest: int = sys.maxsize) -> str:
-    """``text`` on a single line, cut to ``longest`` characters, with all unprintable characters escaped.
+    """Return ``text`` on a single line, cut to ``longest`` characters, with all unprintable characters escaped.
 
-    Unprintable are line breaks of all kinds, terminal escapes, NUL, lone surrogates and marks that turn the direction
-    of writing.
+    Unprintable characters are line breaks of all kinds, terminal escapes, NUL, lone surrogates and marks that change
+    the writing direction.
 
     Example::
 
@@ -155,50 +156,50 @@ def _unchanged(text: str) -> str:
 
 
 def log_text(error: BaseException, redact: Callable[[str], str] = _unchanged) -> str:
-    """An error for a log line: a single line of limited length, without values of a payload. Never raises."""
+    """Return an error on a single line of limited length, without values of a payload. Never raises."""
     try:
-        return one_line(redact(_said_by(error)), LONGEST_SHOWN)
-    except BaseException:  # the __repr__ of the error raises
-        return one_line(f"<unprintable {type_name(error)}>", LONGEST_SHOWN)
+        return one_line(redact(_describe(error)), MAX_SHOWN)
+    except BaseException:  # the __repr__ of the error has failed
+        return one_line(f"<unprintable {type_name(error)}>", MAX_SHOWN)
 
 
 def type_name(error: BaseException) -> str:
-    """The name of the class of an error, with the module unless the class is of Python or of outboxio."""
+    """Return the class name of an error, with its module unless it is a built-in or outboxio's."""
     cls = type(error)
     try:
         name, module = str(cls.__qualname__), str(cls.__module__)
-    except BaseException:  # a class may have no module, or a metaclass that refuses to answer
+    except BaseException:  # the class may have no module, or a metaclass that raises
         return "an exception whose class has no name"
     if module == _CORE_OF_PYDANTIC:
-        module = "pydantic"  # the name under which applications import the class
+        module = "pydantic"  # the module from which the class is imported
     return name if module in ("builtins", "outboxio.errors") else f"{module}.{name}"
 
 
 def without_value(error: BaseException) -> str:
-    """The message of a value that does not decode: the place and the expected type, without the value."""
+    """Return the message of a decoding error: the path and the expected type, without the value."""
     message = str(error)
-    place = _PLACE.search(message)
-    where = place[0] if place else ""
-    if error.__cause__ is not None:  # raised by a check of the application's class, with any text
-        return f"refused by a check of its class{where}"
+    found = _LOCATION.search(message)
+    where = found[0] if found else ""
+    if error.__cause__ is not None:  # raised by a validator of the user's class, with any text
+        return f"rejected by a validator of its class{where}"
     quoting = _QUOTES_VALUE.match(message)
     return f"{quoting[0]}{where}" if quoting else message
 
 
 def is_pydantic_error(error: BaseException) -> bool:
-    """True for a ``pydantic.ValidationError``. Does not import Pydantic."""
+    """Return True for a ``pydantic.ValidationError``, without importing Pydantic."""
     return type(error).__name__ == "ValidationError" and type(error).__module__ == _CORE_OF_PYDANTIC
 
 
 def problems_in(error: Any, *, with_texts: bool) -> str:
-    """What Pydantic refuses, on one line, each with the place, as in ``Field required - at `$.order_id```.
+    """Return what Pydantic rejects on one line, each with its path: ``Field required - at `$.order_id```.
 
-    ``with_texts=False`` leaves out messages that may quote values, which are those of the application's own checks.
+    ``with_texts=False`` leaves out messages that may quote values: those of user-supplied validators.
     """
     problems = error.errors(include_url=False, include_context=False, include_input=False)
-    told = [_problem(one, with_texts) for one in problems[:_MOST_PROBLEMS]]
-    more = len(problems) - len(told)
-    return "; ".join([*told, f"and {more} more"] if more else told)
+    shown = [_problem(one, with_texts) for one in problems[:_MAX_PROBLEMS]]
+    more = len(problems) - len(shown)
+    return "; ".join([*shown, f"and {more} more"] if more else shown)
 
 
 def _problem(problem: Any, with_texts: bool) -> str:
@@ -206,7 +207,7 @@ def _problem(problem: Any, with_texts: bool) -> str:
     where = f" - at `${path}`" if path else ""
     if with_texts or not _may_quote(problem["type"]):
         return f"{problem['msg']}{where}"
-    return f"refused by a check of its class{where}"
+    return f"rejected by a validator of its class{where}"
 
 
 def _may_quote(problem: str) -> bool:
@@ -215,27 +216,27 @@ def _may_quote(problem: str) -> bool:
     return problem in _QUOTING_OF_PYDANTIC or problem not in typing.get_args(ErrorType)
 
 
-def place_of(error: BaseException) -> str:
-    """The place at which an error was raised: file, line and function."""
+def location_of(error: BaseException) -> str:
+    """Return where an error was raised: file, line and function."""
     try:
         frames = traceback.extract_tb(error.__traceback__, limit=-1)
     except BaseException:  # the class of the error forbids access to the stack
         frames = traceback.StackSummary()
-    return stack_line(frames) or "an unknown place"
+    return stack_line(frames) or "an unknown location"
 
 
 def stack_line(frames: list[traceback.FrameSummary]) -> str:
-    """A stack on a single line, the innermost call first."""
-    said = [f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in reversed(frames)]
-    return " < ".join(one_line(line, LONGEST_SHOWN) for line in said[:MOST_FRAMES])
+    """Return a stack on a single line, innermost call first."""
+    lines = [f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in reversed(frames)]
+    return " < ".join(one_line(line, MAX_SHOWN) for line in lines[:MAX_FRAMES])
 
 
 class Logged(Exception):
-    """An error as the log shows it: the text of :func:`log_text`, with the stack of the error."""
+    """An error for the log: the text of :func:`log_text`, with the stack of the error."""
 
 
-def without_text(error: BaseException, causes: int = MOST_CAUSES) -> Logged:
-    """An error and the causes of the error for a log, each as :func:`log_text` with a stack."""
+def without_text(error: BaseException, causes: int = MAX_CAUSES) -> Logged:
+    """Return an error and its causes for the log, each as :func:`log_text` with a stack."""
     logged = Logged(log_text(error))
     try:
         logged.__traceback__ = error.__traceback__
@@ -248,20 +249,20 @@ def without_text(error: BaseException, causes: int = MOST_CAUSES) -> Logged:
 
 
 def _safe(argument: object) -> object:
-    """An argument of a log entry, escaped. Numbers, ids and enum members are safe unchanged."""
+    """Return an argument of a log entry, escaped. Numbers, ids and enum members are safe as they are."""
     if isinstance(argument, BaseException):
         return log_text(argument)
-    # A subclass of str could have a __str__ with a different text.
+    # A subclass of str could have a __str__ that returns different text.
     return one_line(str.__str__(argument)) if isinstance(argument, str) else argument
 
 
 def _value(value: object) -> object:
-    """The value of a field: a number, or escaped text."""
+    """Return the value of a field: a number, or escaped text."""
     return value if isinstance(value, int | float) else one_line(str(value))
 
 
-def _said_by(error: BaseException) -> str:
-    """The ``repr`` of an error, without values of a payload."""
+def _describe(error: BaseException) -> str:
+    """Return the ``repr`` of an error, without values of a payload."""
     kind = type(error)
     if issubclass(kind, msgspec.ValidationError):
         return f"{kind.__name__}({without_value(error)!r})"

@@ -1,7 +1,7 @@
-"""Clocks, randomness, identity and threads of this machine: everything that differs from one run to the next.
+"""Clocks, randomness, identity and threads of this machine: everything that is not deterministic.
 
-The engine takes such things from here only, so that a simulation of several processes can replace them all with
-:func:`use`. Import the module, not its names, because :func:`use` rebinds the names::
+The engine uses nothing of this kind directly, so that a simulation of several processes can replace everything with
+:func:`use`. Import the module, not its names, because :func:`use` rebinds them::
 
     from outboxio.support import machine
 
@@ -26,8 +26,8 @@ T = TypeVar("T")
 
 
 def in_forked_children(forget: Callable[[], object]) -> None:
-    """Call ``forget`` at the beginning of every forked child of this process, before any other code of the child."""
-    if hasattr(os, "register_at_fork"):  # not on Windows, where there is no fork
+    """Call ``forget`` in every forked child of this process, before any other code."""
+    if hasattr(os, "register_at_fork"):  # not on Windows
         os.register_at_fork(after_in_child=forget)
 
 
@@ -43,7 +43,7 @@ class Machine(Protocol):
         ...
 
     def steady_ns(self) -> int:
-        """The nanoseconds of a clock that cannot be set, and that counts the sleep of the machine."""
+        """Nanoseconds of a clock that cannot be set and that includes the time while the machine sleeps."""
         ...
 
     def sleep(self, seconds: float, /) -> object:
@@ -53,7 +53,7 @@ class Machine(Protocol):
     def uniform(self, low: float, high: float, /) -> float: ...
 
     def random_bits(self) -> int:
-        """64 random bits of the system's."""
+        """64 random bits from the operating system."""
         ...
 
     def token(self, size: int, /) -> str:
@@ -67,23 +67,23 @@ class Machine(Protocol):
     def call_in_thread(
         self, function: Callable[..., T], *args: Any, limiter: CapacityLimiter | None = None
     ) -> Awaitable[T]:
-        """Call ``function`` in a thread of anyio's, with the context variables of the caller."""
+        """Call ``function`` in a worker thread, with the caller's context variables."""
         ...
 
     def local(self, key: str, make: Callable[[], T], /) -> T:
-        """The object with this name that exists once per process, made at the first call."""
+        """Return the object with this key that exists once per process; the first call creates it."""
         ...
 
-    # The modules that define the next three are above this module, so their types are Any. ``None``: their own.
+    # Their types are defined in modules that import this module, so they are Any. ``None``: the default.
 
     @property
     def sqlite_thread(self) -> Callable[[Callable[[], Any]], Any] | None:
-        """Makes a ``SqliteThread`` from the function that opens its connection."""
+        """Creates a ``SqliteThread`` from the function that opens its connection."""
         ...
 
     @property
     def file_locks(self) -> Callable[[str], Any] | None:
-        """Makes the ``Locks`` of a SQLite file, by the path of the file."""
+        """Creates the ``Locks`` of a SQLite file from its path."""
         ...
 
     @property
@@ -93,7 +93,7 @@ class Machine(Protocol):
 
 
 _randoms: Iterator[int] = iter(())
-_AT_ONCE = struct.Struct("256Q")  # a system call for each would cost more than all the rest of an id
+_AT_ONCE = struct.Struct("256Q")  # a system call for each id would take most of its time
 
 
 def _random_bits() -> int:
@@ -105,7 +105,7 @@ def _random_bits() -> int:
 
 
 def _forget() -> None:
-    """Drop the random bits in a forked process, which must not use the bits of the parent."""
+    """Discard the random bits in a forked process, which must not reuse those of its parent."""
     global _randoms
     _randoms = iter(())
 
@@ -114,14 +114,14 @@ in_forked_children(_forget)
 
 
 def _steady_clock() -> Callable[[], int]:
-    for name in ("CLOCK_BOOTTIME", "CLOCK_MONOTONIC"):  # on Linux only the first counts sleep, on macOS the second
+    for name in ("CLOCK_BOOTTIME", "CLOCK_MONOTONIC"):  # on Linux only the first includes sleep, on macOS the second
         if hasattr(time, name):
             return partial(time.clock_gettime_ns, getattr(time, name))
     return time.perf_counter_ns
 
 
 class _Real:
-    """This machine. The functions are the standard library's own, so a call costs what theirs cost."""
+    """This machine. The functions are those of the standard library, so calls have no overhead."""
 
     monotonic = staticmethod(time.monotonic)
     perf_counter = staticmethod(time.perf_counter)
@@ -146,11 +146,11 @@ class _Real:
         return to_thread.run_sync(function, *args, limiter=limiter)
 
     def local(self, key: str, make: Callable[[], T], /) -> T:
-        # A key has one type of value, which the dictionary cannot say.
+        # Each key has one type of value, which the type of the dictionary cannot express.
         try:
             return self._kept[key]  # type: ignore[no-any-return]
         except KeyError:
-            return self._kept.setdefault(key, make())  # type: ignore[no-any-return]  # a second thread may be first
+            return self._kept.setdefault(key, make())  # type: ignore[no-any-return]  # another thread may be faster
 
 
 REAL: Machine = _Real()
@@ -174,7 +174,7 @@ background = REAL.background
 
 
 def use(other: Machine) -> Machine:
-    """Take everything from ``other`` from now on; the former machine.
+    """Replace the current machine by ``other``; return the previous one.
 
     Example::
 

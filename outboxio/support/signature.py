@@ -1,4 +1,4 @@
-"""Signatures of handlers and hooks: a function that would fail in every call is refused before the first call."""
+"""Signatures of handlers and hooks: a function that would fail on every call is rejected up front."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def is_async(function: Any) -> bool:
 
 
 def signature_of(function: Callable[..., Any], *, unwraps: bool = False) -> inspect.Signature | None:
-    """The signature of the function itself, or of the wrapped function; ``None`` if the signature is unknown."""
+    """Return the signature of the function, or with ``unwraps`` of the wrapped function; ``None`` if unknown."""
     try:
         return inspect.signature(function, follow_wrapped=unwraps)
     except (ValueError, TypeError, NameError):  # a built-in function, or annotations with undefined names
@@ -22,14 +22,14 @@ def signature_of(function: Callable[..., Any], *, unwraps: bool = False) -> insp
 
 
 def where_defined(function: Callable[..., Any]) -> str:
-    """How an error names a function: module and qualified name."""
+    """Return the module and qualified name of a function, for errors."""
     return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', repr(function))}"
 
 
 def missing_for(
     function: Callable[..., Any], arguments: int, keywords: Collection[str] = (), *, unwraps: bool = False
 ) -> str | None:
-    """The reason why ``arguments`` positional arguments and ``keywords`` do not fit; ``None`` if unknown, or none."""
+    """Return why ``arguments`` positional arguments and ``keywords`` do not fit; ``None`` if they do, or if unknown."""
     signature = signature_of(function, unwraps=unwraps)
     if signature is None:
         return None

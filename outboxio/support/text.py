@@ -1,6 +1,6 @@
-"""Texts for errors, logs and terminals: values, misspelt names, URLs without passwords. Pure functions.
+"""Texts for errors, logs and terminals: values, misspelled names, URLs without passwords. Pure functions.
 
-And the characters that a database can store: an encoding may have only a few hundred.
+Also the text encodings of databases, some of which have only a few hundred characters.
 """
 
 from __future__ import annotations
@@ -15,65 +15,65 @@ from functools import cache
 
 from msgspec import Struct
 
-_LONGEST = 80
-_CUT = " (\N{HORIZONTAL ELLIPSIS})"  # a sentence may go on behind it, which "..." would make hard to see
-_MOST_LISTED = 12
+_MAX_LENGTH = 80
+_CUT = " (\N{HORIZONTAL ELLIPSIS})"  # clearer than "..." if the sentence continues
+_MAX_LISTED = 12
 _ALIKE = 0.8
 
-# All characters between the scheme and the last @ of a word, because a password may contain unescaped characters.
+# Everything between the scheme and the last @, because a password may contain unescaped characters.
 _USERINFO = re.compile(r"://[^\s'\"]*@")
 _OPTION = re.compile(r"([?&](?:ssl)?password=)[^\s&'\"]*", re.IGNORECASE)
 
 
 def briefly(value: object) -> str:
-    """The ``repr`` of a value for an error message: a single line of at most 80 characters. Never raises."""
+    """Return the ``repr`` of a value for errors, on a single line of at most 80 characters. Never raises."""
     text = " ".join(spelled(value).splitlines())
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+    return text if len(text) <= _MAX_LENGTH else f"{text[: _MAX_LENGTH - 3]}..."
 
 
 def cut_at_word(text: str, longest: int) -> str:
-    """The beginning of a text, up to the end of a word: ``the server closed the connection for (…)``."""
+    """Cut a text at the end of a word: ``the server closed the connection for (…)``."""
     if len(text) <= longest:
         return text
-    beginning, space, _ = text[: longest - len(_CUT) + 1].rpartition(" ")
-    # A word may be longer than that, such as a URL.
-    kept = beginning if space and len(beginning) > longest // 2 else text[: longest - len(_CUT)]
+    start, space, _ = text[: longest - len(_CUT) + 1].rpartition(" ")
+    # A single word may be longer, such as a URL.
+    kept = start if space and len(start) > longest // 2 else text[: longest - len(_CUT)]
     return f"{kept.rstrip(' .,:;')}{_CUT}"
 
 
 def spelled(value: object) -> str:
-    """The ``repr`` of a value, or a description if the ``repr`` raises."""
+    """Return the ``repr`` of a value, or a description if ``repr`` raises."""
     try:
         return repr(value)
-    except Exception:  # Python writes no integer of more than 4,300 digits; and a class may have any __repr__
+    except Exception:  # integers of more than 4,300 digits, or any __repr__ of a class
         return f"an integer of {value.bit_length()} bits" if isinstance(value, int) else f"a {type(value).__name__}"
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that is most like ``name``; ``None`` if no known name is like ``name``."""
+    """Return the known name that is most similar to ``name``; ``None`` if none is similar."""
     return next(iter(difflib.get_close_matches(name, known, n=1)), None)
 
 
 def instead_of(name: str, known: Iterable[str]) -> str:
-    """The end of an error message: the known name that is most like ``name``, or up to 12 known names."""
+    """Return the end of an error message: the most similar known name, or up to 12 known names."""
     names = sorted(known)
     if meant := nearest(name, names):
         return f"did you mean {meant!r}?"
     if not names:
-        return "there is none at all"
-    more = f" and {len(names) - _MOST_LISTED} more" if len(names) > _MOST_LISTED else ""
-    return f"there is {', '.join(map(repr, names[:_MOST_LISTED]))}{more}"
+        return "there are none"
+    more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+    return f"known names are {', '.join(map(repr, names[:_MAX_LISTED]))}{more}"
 
 
 def visible(text: str) -> str:
-    """A text for a terminal, as a single line: characters that would move the cursor or change colours are escaped."""
+    """Escape characters that would move the cursor or change colors, for a terminal."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
 
 
 def visible_json(text: str) -> str:
-    """The same JSON document, for a terminal: characters that are not printable are written as ``\\uXXXX``."""
+    """Escape unprintable characters of a JSON document as ``\\uXXXX``, for a terminal."""
     return "\n".join(map(_visible_json_line, text.split("\n")))
 
 
@@ -84,16 +84,16 @@ def _visible_json_line(text: str) -> str:
 
 
 def meant_by(name: str, known: Iterable[str]) -> str | None:
-    """The known name of which ``name`` is a misspelling; ``None`` if there is no such name.
+    """Return the known name of which ``name`` is probably a misspelling, or ``None``.
 
-    Stricter than ``difflib.get_close_matches``, because a correct name must pass: "delay" is no misspelling of "relay",
-    because the first letter is seldom wrong, and neither is "reply".
+    Stricter than ``difflib.get_close_matches``, because correct names must pass: neither "delay" nor "reply" is a
+    misspelling of "relay". The first letter is seldom wrong.
     """
     return next((one for one in known if is_respelt(name, one) or _resembles(name, one)), None)
 
 
 def is_respelt(name: str, known: str) -> bool:
-    """True if both names have the same letters in a different order, or differ in capitals and underscores only."""
+    """Return True if the names have the same letters in a different order, or differ only in case and underscores."""
     return name != known and name[:1] == known[:1] and (
         sorted(name) == sorted(known) or _letters(name) == _letters(known)
     )  # fmt: skip
@@ -108,14 +108,14 @@ def _letters(name: str) -> str:
 
 
 def without_passwords(text: str) -> str:
-    """The text with ``***`` in place of users and passwords in URLs."""
+    """Replace users and passwords in URLs by ``***``."""
     return _OPTION.sub(r"\1***", _USERINFO.sub("://***@", text))
 
 
 # --- encodings -------------------------------------------------------------------------------
 
 UTF8MB3 = "utf8mb3"
-"""In place of a codec: UTF-8 of at most three bytes. Python has no such codec."""
+"""Stands for UTF-8 of at most three bytes, for which Python has no codec."""
 
 _ESCAPED_IN_JSON = "outboxio.escaped_in_json"
 
@@ -124,12 +124,12 @@ class TextEncoding(Struct, frozen=True):
     """The encoding of a database."""
 
     name: str = "UTF-8"
-    """The name of the encoding, as the database has it."""
+    """The database's name of the encoding."""
     codec: str | None = None
-    """The codec of Python with the same characters, or ``UTF8MB3``; ``None`` if every text can be stored."""
+    """The Python codec with the same characters, or ``UTF8MB3``; ``None`` if every text can be stored."""
 
     def lacking(self, text: str) -> str | None:
-        """The first character that the database cannot store."""
+        """Return the first character that the database cannot store, or ``None``."""
         if self.codec is None:
             return None
         if self.codec == UTF8MB3:
@@ -141,15 +141,15 @@ class TextEncoding(Struct, frozen=True):
         return None
 
     def escaped(self, text: str) -> str:
-        """The text with an escape sequence in place of each character that the database cannot store."""
+        """Escape each character that the database cannot store."""
         return text if self.codec is None else text.encode(self.codec, "backslashreplace").decode(self.codec)
 
     def escaped_in_json(self, text: str) -> str:
-        """The same for a JSON text, whose strings get the escape sequences of :meth:`escaped`."""
+        """Escape the strings of a JSON text like :meth:`escaped`."""
         return text if self.codec is None else text.encode(self.codec, _ESCAPED_IN_JSON).decode(self.codec)
 
     def why_refused(self, text: str) -> str | None:
-        """The end of an error message about a text that cannot be stored; ``None`` for a text that can be stored."""
+        """Return the end of an error message if the text cannot be stored; otherwise ``None``."""
         if (character := self.lacking(text)) is None:
             return None
         return (
@@ -163,7 +163,7 @@ UTF_8 = TextEncoding()
 
 @cache
 def encoding_named(name: str, codec: str) -> TextEncoding:
-    """The encoding with this name. Every text can be stored if Python has no such codec, as far as is known here."""
+    """Return the encoding with this name. If Python has no such codec, it is assumed that every text can be stored."""
     if codec != UTF8MB3:
         try:
             codecs.lookup(codec)

@@ -1,4 +1,4 @@
-"""Telemetry: what an outbox tells a tracer or an error tracker, and the headers that carry a trace."""
+"""Telemetry: the callbacks of an outbox for tracing and error tracking, and the headers that carry a trace."""
 
 from outboxio.telemetry.protocol import (
     Call,

@@ -1,16 +1,15 @@
 """The protocol between an outbox and telemetry (decision 36).
 
-Every class here is complete, and does nothing: an outbox without telemetry uses :data:`NO_TELEMETRY`, and telemetry
-overrides some of the methods. Values are given as they are: no text is made and no JSON is decoded for telemetry that
-does not ask. Telemetry is imported by the outbox and its handlers, so :class:`CalledHandler` names what it reads
-of a handler.
+The methods of all classes here do nothing. An outbox without telemetry uses :data:`NO_TELEMETRY`, and telemetry
+overrides some of the methods. Values are passed unprocessed: text is not formatted, and JSON not decoded, unless
+telemetry does so. Handlers import this module, so :class:`CalledHandler` declares the attributes of a handler that
+telemetry uses.
 
-Which telemetry an outbox has: the given one, and the one of the whole process.
+An outbox uses the telemetry passed to it and that of the whole process. An integration for the process, such as
+Sentry's, may be enabled before or after an outbox is created, so each part of an outbox reads the current choice when
+it starts to work.
 
-Integrations that are switched on for a process, such as Sentry's, may be switched on before or after an outbox is made.
-So each part of an outbox that begins a piece of work reads the choice, which is one attribute.
-
-Headers that carry a trace from the writer of an event to the handlers, and from a handler to the events it emits.
+Headers carry a trace from the writer of an event to its handlers, and from a handler to the events it emits.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ RoundKind = Literal["fanout", "settle", "purge"]
 
 
 class CalledOptions(Protocol):
-    """The options of a handler that concern its spans."""
+    """The handler options that affect its spans."""
 
     @property
     def trace(self) -> bool: ...
@@ -54,7 +53,7 @@ class CalledOptions(Protocol):
 
 
 class CalledHandler(Protocol):
-    """A handler, as telemetry sees it."""
+    """The attributes of a handler that telemetry uses."""
 
     @property
     def name(self) -> str: ...
@@ -64,7 +63,7 @@ class CalledHandler(Protocol):
 
 
 class Watched:
-    """A piece of work that telemetry surrounds. Leaving never swallows an error."""
+    """A context manager around observed work. It never suppresses an error."""
 
     __slots__ = ()
 
@@ -83,10 +82,10 @@ class Execution(Watched):
     __slots__ = ()
 
     def repeated(self) -> None:
-        """The last run has failed, and the action is run again."""
+        """Called when a run has failed and the action is repeated."""
 
     def was_duplicate(self) -> None:
-        """Nothing was written: the inbox message was received before."""
+        """Called when nothing was written, because the inbox message was received before."""
 
 
 class Sending(Watched):
@@ -95,20 +94,20 @@ class Sending(Watched):
     __slots__ = ()
 
     def marked(self, action: ActionRecord) -> ActionRecord:
-        """The action with the headers by which handlers, in any process, continue the trace."""
+        """Return the action with headers that let handlers in any process continue the trace."""
         return action
 
 
 class Call(Watched):
-    """A call of a handler for an event or a batch, or of the hooks for a verdict."""
+    """A call of a handler for an event or a batch, or of the hooks of a DYING row."""
 
     __slots__ = ()
 
     def ended(self, outcome: Outcome | None) -> None:
-        """A row of the call has this outcome; ``None`` if the row has no outcome, and runs again."""
+        """Called for each row of the call; ``outcome`` is ``None`` if the row has no outcome and runs again."""
 
     def raised(self, error: BaseException) -> None:
-        """The call of ``inbox.consume`` has failed: the message has no row yet, and the verdict comes later."""
+        """Called when a run of ``inbox.consume`` has failed. The message has no row and no outcome yet."""
 
 
 class JobCall(Watched):
@@ -117,66 +116,66 @@ class JobCall(Watched):
     __slots__ = ()
 
     def ended(self, result: JobResult, error: BaseException | None, redact: Redact) -> None:
-        """The end of the run is recorded. A run without an end was taken over by a different process."""
+        """Called when the result of the run is recorded, unless another process has taken over the run."""
 
 
 EXECUTION, SENDING, CALL, JOB_CALL = Execution(), Sending(), Call(), JobCall()
-"""Work that no telemetry surrounds."""
+"""The context managers for work that is not observed."""
 
 
 class HandlingTelemetry:
-    """Telemetry for the handlers of a shard, from the beginning of a shard run on."""
+    """Telemetry for the handlers of a shard during a shard run."""
 
     only_sampled = False
-    """True to be asked only about calls for events that seem to belong to a sampled trace, by ``traceparent``."""
+    """If True, called only for events whose ``traceparent`` belongs to a sampled trace."""
 
     def begin(self) -> None:
-        """The context begins from which all tasks that call handlers are made."""
+        """Called in the context in which all tasks that call handlers are created."""
 
     def call(self, handler: CalledHandler, row: Notification) -> Call | None:
-        """The call of a handler for an event, or of the hooks if the row is DYING; ``None`` to leave it alone."""
+        """Surround the call of a handler, or of the hooks if the row is DYING; return ``None`` to ignore it."""
         return None
 
     def batch_call(self, handler: CalledHandler, rows: Sequence[Notification]) -> Call | None:
-        """The call of a batch handler; ``None`` to leave it alone."""
+        """Surround the call of a batch handler; return ``None`` to ignore it."""
         return None
 
     def failed(
         self, handler: CalledHandler, row: Notification, error: BaseException, outcome: Outcome, redact: Redact
     ) -> None:
-        """A run has failed, and was judged. Called inside of the surrounding call, if there is one."""
+        """Called when a failed run has an outcome, inside the surrounding call if there is one."""
 
 
 class Telemetry:
-    """What an outbox tells telemetry: give an object of a subclass as ``Outbox(telemetry=...)``."""
+    """The callbacks of an outbox for telemetry: pass an object of a subclass as ``Outbox(telemetry=...)``."""
 
     def attached(self, outbox: Any) -> None:
-        """An ``Outbox`` was made with this telemetry. Metrics may read ``outbox.statistics`` now, in any thread."""
+        """Called when an ``Outbox`` was created. Metrics may now read ``outbox.statistics`` in any thread."""
 
     def executing(
         self, namespace: str, shard: str, action_name: str, headers: Mapping[str, Any] | None, *, joins: bool = False
     ) -> Execution:
-        """An action is executed. ``joins``: in the open transaction of a handler, which commits the action."""
+        """Surround the execution of an action. ``joins``: it runs in the open transaction of a handler."""
         return EXECUTION
 
     def sending(self, shard: str, action: ActionRecord, events: Sequence[EventRecord]) -> Sending:
-        """The events of an action are written. An action without events has a sentinel event, without a type."""
+        """Surround the write of an action's events; without events, of its sentinel event, which has no type."""
         return SENDING
 
     def handling(self, namespace: str, shard: str, clock: Clock, *, inline: bool) -> HandlingTelemetry | None:
-        """A shard begins to run handlers; ``None`` to leave every run alone. ``inline``: for ``inbox.consume``."""
+        """Called when a shard starts to run handlers; return ``None`` to ignore all. ``inline``: ``inbox.consume``."""
         return None
 
-    def job(self, namespace: str, shard: str, name: str, moment: datetime, attempt: int) -> JobCall:
-        """A job runs. ``moment``: of the schedule, naive UTC. ``attempt``: 1 for the first run of a moment."""
+    def job(self, namespace: str, shard: str, name: str, scheduled_at: datetime, attempt: int) -> JobCall:
+        """Surround a run of a job. ``scheduled_at``: the scheduled time, naive UTC. ``attempt``: 1 for the first."""
         return JOB_CALL
 
     def yields_to(self, given: Telemetry) -> bool:
-        """True for telemetry of the whole process that an outbox with the telemetry ``given`` does not need."""
+        """Return True if this process-wide telemetry is redundant for an outbox with the telemetry ``given``."""
         return False
 
     def round(self, kind: RoundKind, run_once: Round, *, namespace: str, shard: str) -> Round:
-        """The rounds of a service."""
+        """Wrap the rounds of a service."""
         return run_once
 
 
@@ -187,7 +186,7 @@ AnyTelemetry = Telemetry | Sequence[Telemetry]
 
 
 class TelemetryChoice:
-    """The telemetry of an outbox. The attribute :attr:`chosen` is always there: :data:`NO_TELEMETRY` does nothing."""
+    """Holds the telemetry of an outbox in :attr:`chosen`; :data:`NO_TELEMETRY` if there is none."""
 
     def __init__(self, given: AnyTelemetry | None = None) -> None:
         self._given = _checked(given)
@@ -196,7 +195,7 @@ class TelemetryChoice:
         _choices.add(self)
 
     def choose(self) -> None:
-        """Choose again: the telemetry of the process has changed."""
+        """Update the choice after the process-wide telemetry has changed."""
         of_process = [each for each in _of_process if not any(each.yields_to(given) for given in self._given)]
         match [*self._given, *of_process]:
             case []:
@@ -212,13 +211,13 @@ _choices: WeakSet[TelemetryChoice] = WeakSet()
 
 
 def use_in_process(telemetry: Telemetry) -> None:
-    """Tell this telemetry of every outbox of the process, of those that exist as well."""
+    """Use this telemetry for all outboxes of the process, including existing ones."""
     _of_process.append(telemetry)
     _choose_again()
 
 
-def use_no_more(telemetry: Telemetry) -> None:
-    """The end of :func:`use_in_process`."""
+def remove_from_process(telemetry: Telemetry) -> None:
+    """Undo :func:`use_in_process`."""
     _of_process.remove(telemetry)
     _choose_again()
 
@@ -241,7 +240,7 @@ def _checked(given: object) -> Sequence[Telemetry]:
 
 
 class _All(Watched):
-    """Surrounds work with several others."""
+    """Surrounds work with several telemetry objects."""
 
     def __init__(self, parts: Sequence[Any]) -> None:
         self._parts = parts
@@ -292,7 +291,7 @@ class _JobCall(_All, JobCall):
 
 
 class Several(Telemetry):
-    """Several telemetries as one, each inside of the one before."""
+    """Combines several telemetry objects, each nested in the previous one."""
 
     def __init__(self, parts: Sequence[Telemetry]) -> None:
         self._parts = parts
@@ -314,8 +313,8 @@ class Several(Telemetry):
         present = [each for each in handling if each is not None]
         return _Handling(present) if present else None
 
-    def job(self, namespace: str, shard: str, name: str, moment: datetime, attempt: int) -> JobCall:
-        return _JobCall([part.job(namespace, shard, name, moment, attempt) for part in self._parts])
+    def job(self, namespace: str, shard: str, name: str, scheduled_at: datetime, attempt: int) -> JobCall:
+        return _JobCall([part.job(namespace, shard, name, scheduled_at, attempt) for part in self._parts])
 
     def round(self, kind: RoundKind, run_once: Round, *, namespace: str, shard: str) -> Round:
         for part in reversed(self._parts):
@@ -351,10 +350,10 @@ def _together(calls: Sequence[Call | None]) -> Call | None:
 
 
 TRACE_HEADERS = ("traceparent", "tracestate", "baggage", "sentry-trace")
-"""The headers that an event of a handler takes from the handler's event. Other headers are not passed on."""
+"""The headers that emitted events inherit from the event being handled. Other headers are not inherited."""
 
-# From the name to the last digit of the flags. Quotes between name and value may be escaped, because the headers of a
-# row may be a text in JSON. Character classes instead of the dots would take twice the time.
+# Matches from the name to the last digit of the flags. The quotes between name and value may be escaped, because the
+# headers of a row may be a JSON string. Character classes instead of dots would take twice as long.
 _SAMPLED = r"traceparent[^-]{3,9}-.{51}[13579bdf]"
 sampled_in_text = re.compile(_SAMPLED).search
 sampled_in_bytes = re.compile(_SAMPLED.encode()).search
@@ -362,7 +361,7 @@ _decode = msgspec.json.Decoder(dict[str, Any]).decode
 
 
 def headers_in(raw: bytes | msgspec.Raw) -> dict[str, Any]:
-    """The headers of a row. Headers that are no JSON object, written by a different tool, count as no headers."""
+    """Return the headers of a row. Headers that are not a JSON object are ignored."""
     try:
         return decode_object(raw)
     except Exception:
@@ -370,12 +369,12 @@ def headers_in(raw: bytes | msgspec.Raw) -> dict[str, Any]:
 
 
 def carried(headers: Mapping[str, Any]) -> dict[str, str]:
-    """The headers of a row that the events of its handler take over."""
+    """Return the headers of a row that events emitted by its handler inherit."""
     return {name: headers[name] for name in TRACE_HEADERS if isinstance(headers.get(name), str)}
 
 
 def with_trace(headers: str | None, trace: Mapping[str, str], instead_of: Collection[str]) -> str | None:
-    """The headers of an action, as JSON, with the headers of a trace in place of those that the action has."""
+    """Return the headers of an action as JSON, with the headers ``instead_of`` replaced by those of a trace."""
     kept = {} if headers is None else _decode(headers)
     merged = {name: value for name, value in kept.items() if name not in instead_of} | dict(trace)
     return msgspec.json.encode(merged).decode() if merged else None

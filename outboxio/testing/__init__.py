@@ -1,6 +1,6 @@
-"""For the tests of applications: an outbox in memory, a clock that a test moves, and the events that were emitted.
+"""Helpers for tests: an outbox in memory, a movable clock, emitted events.
 
-The fixtures of the pytest plugin (``outboxio_pytest``) are made of these parts.
+The fixtures of the pytest plugin (``outboxio_pytest``) are built on them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import the simulation at the first use: most tests do without."""
+    """Import the simulation on first use, because most tests do not need it."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from outboxio.testing import simulation

@@ -1,7 +1,7 @@
-"""Performing an action without a database: prepared answers instead of statements, and the emitted events.
+"""Perform an action without a database: prepared answers instead of statements, and the emitted events.
 
-Prepared answers prove nothing about SQL. Prefer an outbox in memory, or a database of the kind that you deploy on,
-wherever the statements matter. Without a database, a test of the rules in ``perform`` takes less than a millisecond.
+Prepared answers prove nothing about the SQL. Where the statements matter, use an outbox in memory or the database you
+deploy on. Without a database, a test of the rules in ``perform`` takes less than a millisecond.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from outboxio.support.text import briefly
 from outboxio.testing.emitted import EmittedEvents, watch_events
 from outboxio.transaction import Transaction
 
-Given = Sequence[object] | Mapping[str, object]
-"""Prepared answers: in the order of the statements, or by a part of the SQL text."""
+Answers = Sequence[object] | Mapping[str, object]
+"""Prepared answers, in the order of the statements or by a part of their SQL."""
 
 
 class Statement(Struct, frozen=True):
-    """A statement that an action has run: the method of ``tx``, the SQL and the arguments."""
+    """A statement that an action ran: the method of ``tx``, the SQL and the arguments."""
 
     method: str
     sql: str
@@ -39,11 +39,11 @@ class Statement(Struct, frozen=True):
 
 
 class Performed(Generic[Result_co]):
-    """The result of an action that was performed without a database."""
+    """The result of :func:`perform`."""
 
     def __init__(self, result: Result_co, events: EmittedEvents, statements: Sequence[Statement]) -> None:
         self.result = result
-        """The value that ``perform`` returned."""
+        """The return value of the action."""
         self.events = events
         """The emitted events."""
         self.statements = statements
@@ -53,127 +53,127 @@ class Performed(Generic[Result_co]):
 async def perform(
     action: Performs[Result_co],
     *,
-    given: Given = (),
+    answers: Answers = (),
     session: Any = None,
     resources: Any = None,
     now: datetime | None = None,
 ) -> Performed[Result_co]:
     """Run ``action.perform`` on a transaction without a database.
 
-    ``given`` answers the statements of ``tx``: the number of rows for ``execute`` and ``expect_one``, a list of rows
-    for ``fetch``, a row or ``None`` for ``fetchrow``, the value for ``fetchval``. A list answers in order, and each
-    answer must be used. A mapping answers a statement whose SQL has the key as a part, any number of times. ``session``
-    is ``tx.session``, for example a stub of the application. ``now`` is ``tx.now``, by default the present moment.
+    ``answers`` are the results of the statements: the number of rows for ``execute`` and ``expect_one``, a list of rows
+    for ``fetch``, a row or ``None`` for ``fetchrow``, a value for ``fetchval``. A list must be used up, in order. A
+    mapping answers every statement whose SQL contains the key. ``session`` becomes ``tx.session``, such as a stub.
+    ``now`` becomes ``tx.now``; by default the current time.
 
-    Events are checked as by ``emit``. Errors of ``perform`` pass through; nothing is retried. Raises ``AssertionError``
-    for a statement without an answer, and for an answer that was not used.
+    Events are validated as by ``emit``. Errors of the action are raised, and nothing is retried. Raises
+    ``AssertionError`` for a statement without an answer, and for an unused answer.
 
     Example::
 
-        performed = await perform(WithdrawMoney(wallet_id, 10), given={"SELECT balance": 25, "UPDATE wallets": 1})
+        performed = await perform(WithdrawMoney(wallet_id, 10), answers={"SELECT balance": 25, "UPDATE wallets": 1})
         assert performed.events.of(MoneyWithdrawn).one().balance == 15
         with pytest.raises(StaleRecord):
-            await perform(WithdrawMoney(wallet_id, 10), given={"SELECT balance": 25, "UPDATE wallets": 0})
+            await perform(WithdrawMoney(wallet_id, 10), answers={"SELECT balance": 25, "UPDATE wallets": 0})
     """
     name, _ = name_and_retries(action)
-    begun = now or utc_now()
+    started = now or utc_now()
     record = ActionRecord(
         namespace="test",
         action_id=uuid7(),
         action_name=name,
         action_params=encode_params(action, name, stores_nul=False),
-        started_date=begun,
-        completion_date=begun,
+        started_date=started,
+        completion_date=started,
     )
-    answers = _Answers(given)
-    tx = ScriptedTransaction(answers, record, session=session, resources=resources)
+    script = _Script(answers)
+    tx = ScriptedTransaction(script, record, session=session, resources=resources)
     with watch_events() as events:
         performing = action.perform(tx)
         if not inspect.isawaitable(performing):  # callers may not be typed
-            raise TypeError(f"perform of {name} is no async method: write `async def perform(self, tx)`")
+            raise TypeError(f"{name}.perform is not async: write `async def perform(self, tx)`")
         result: Result_co = await performing
         tx.close()
-        answers.require_all_used()
+        script.require_all_used()
         events.written(record, tx.events)
-    return Performed(result, events, answers.statements)
+    return Performed(result, events, script.statements)
 
 
 class ScriptedTransaction(Transaction):
-    """A transaction whose statements get prepared answers."""
+    """A transaction whose statements return prepared answers."""
 
-    def __init__(self, answers: _Answers, record: ActionRecord, *, session: Any, resources: Any) -> None:
+    def __init__(self, script: _Script, record: ActionRecord, *, session: Any, resources: Any) -> None:
         emitter = Emitter(EventTypes(), stores_nul=False, max_hops=32)
         nothing: Any = None  # no statement reaches a database
         super().__init__(nothing, emitter, record, shard="default", resources=resources, cause=None)
-        self._answers = answers
-        self._given_session = session
+        self._script = script
+        self._stub_session = session
 
     @property
     def connection(self) -> Any:
         """There is no connection."""
         raise ConfigurationError(
-            f"{self.action_name} uses tx.connection, which perform() has not: run the action in an outbox"
+            f"{self.action_name} uses tx.connection, which does not exist in perform(): run the action in an outbox"
         )
 
     @property
     def session(self) -> Any:
-        """The session that the test has given."""
-        if self._given_session is None:
-            raise ConfigurationError(f"{self.action_name} uses tx.session: give perform(..., session=...)")
-        return self._given_session
+        """The session passed to :func:`perform`."""
+        if self._stub_session is None:
+            raise ConfigurationError(f"{self.action_name} uses tx.session: pass perform(..., session=...)")
+        return self._stub_session
 
     async def execute(self, sql: str, *args: Any) -> int:
-        touched: int = self._answers.take("execute", sql, args, _is_number, "the number of rows")
+        touched: int = self._script.take("execute", sql, args, _is_number, "the number of rows")
         return touched
 
     async def fetch(self, sql: str, *args: Any) -> list[Any]:
-        return list(self._answers.take("fetch", sql, args, _is_rows, "a list of rows"))
+        return list(self._script.take("fetch", sql, args, _is_rows, "a list of rows"))
 
     async def fetchrow(self, sql: str, *args: Any) -> Any | None:
-        return self._answers.take("fetchrow", sql, args, _is_anything, "")
+        return self._script.take("fetchrow", sql, args, _is_anything, "")
 
     async def fetchval(self, sql: str, *args: Any) -> Any:
-        return self._answers.take("fetchval", sql, args, _is_anything, "")
+        return self._script.take("fetchval", sql, args, _is_anything, "")
 
     async def write(self, record: ActionRecord, events: Sequence[EventRecord]) -> None:
         raise ConfigurationError(f"{self.action_name} has no database to write to")
 
 
-class _Answers:
-    """Gives the prepared answers, and remembers the statements."""
+class _Script:
+    """Returns the prepared answers and records the statements."""
 
-    def __init__(self, given: Given) -> None:
+    def __init__(self, answers: Answers) -> None:
         self.statements: list[Statement] = []
-        self._by_text: Mapping[str, object] | None = given if isinstance(given, Mapping) else None
-        self._in_order = [] if isinstance(given, Mapping) else list(given)
+        self._by_text: Mapping[str, object] | None = answers if isinstance(answers, Mapping) else None
+        self._in_order = [] if isinstance(answers, Mapping) else list(answers)
 
     def take(
-        self, method: str, sql: str, args: tuple[Any, ...], is_right: Callable[[object], bool], expected: str
+        self, method: str, sql: str, args: tuple[Any, ...], is_valid: Callable[[object], bool], expected: str
     ) -> Any:
         statement = Statement(method, sql, args)
         self.statements.append(statement)
         answer = self._next(statement) if self._by_text is None else self._found(statement, self._by_text)
-        if not is_right(answer):
-            raise AssertionError(f"the answer given to {statement} is {briefly(answer)}; expected {expected}")
+        if not is_valid(answer):
+            raise AssertionError(f"invalid answer to {statement}: {briefly(answer)}; expected {expected}")
         return answer
 
     def _next(self, statement: Statement) -> object:
         if not self._in_order:
-            raise AssertionError(f"no answer was given to statement {len(self.statements)}, {statement}")
+            raise AssertionError(f"no answer to statement {len(self.statements)}, {statement}")
         return self._in_order.pop(0)
 
     def _found(self, statement: Statement, by_text: Mapping[str, object]) -> object:
         found = [answer for part, answer in by_text.items() if _compact(part) in _compact(statement.sql)]
         if len(found) != 1:
             keys = ", ".join(map(repr, by_text)) or "(none)"
-            raise AssertionError(f"{len(found)} answers were given to {statement}; expected one. Given were: {keys}")
+            raise AssertionError(f"expected one answer to {statement}, found {len(found)}; answers: {keys}")
         return found[0]
 
     def require_all_used(self) -> None:
         if self._in_order:
             unused = ", ".join(map(briefly, self._in_order))
             run = "\n  ".join(map(str, self.statements)) or "(none)"
-            raise AssertionError(f"answers were given and not used: {unused}; the statements were:\n  {run}")
+            raise AssertionError(f"unused answers: {unused}; the statements were:\n  {run}")
 
 
 def _compact(sql: str) -> str:

@@ -1,8 +1,9 @@
-"""Preparing and closing an outbox from a fixture that is no coroutine.
+"""Prepare and close an outbox from a fixture that is not a coroutine.
 
-Plugins run coroutines in event loops of a function, a module or a session. A fixture that is a coroutine runs in one of
-these loops, and a test with a different loop would be refused. So the fixtures of outboxio are plain functions. The
-tables are made in an event loop of a thread, which is closed at once, so that the loop of the test takes over.
+Pytest plugins run coroutines in event loops of a function, a module or a session. An async fixture would bind the
+outbox to one of these loops, and a test with a different loop would be refused. So the fixtures of outboxio are plain
+functions: they create the tables in a thread with its own event loop, which is closed at once, and the outbox then
+binds to the loop of the test.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ def is_unused(outbox: Outbox) -> bool:
 
 
 def prepare(outbox: Outbox) -> None:
-    """Make the tables. Afterwards any event loop may use the outbox."""
+    """Create the tables. Afterwards any event loop may use the outbox."""
 
     async def work() -> None:
         await outbox.migrate()
-        # A connection to a server belongs to the event loop. SQLite in memory would lose the tables.
+        # A connection to a server belongs to its event loop. SQLite in memory would lose the tables.
         if not all(shard.database.has_one_writer for shard in outbox._shards.values()):
             await outbox.close()
 
@@ -48,6 +49,6 @@ def close(outbox: Outbox) -> None:
 
 
 def _in_thread(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run a coroutine, without an effect on the event loop of this thread."""
+    """Run a coroutine in a thread, so that the event loop of this thread is not affected."""
     with ThreadPoolExecutor(1, "outboxio-fixture") as thread:
         thread.submit(lambda: asyncio.run(work())).result()

@@ -1,4 +1,4 @@
-"""The events that a test has emitted, in any outbox of the process, committed by outboxio or by the application."""
+"""The events that a test emitted, in any outbox of the process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ E_co = TypeVar("E_co", covariant=True)
 class EmittedEvent(Struct, Generic[E_co], frozen=True, kw_only=True):
     """An emitted event with the columns of its row.
 
-    ``event`` is the emitted object; a message of the inbox, which has none, shows the decoded JSON.
+    ``event`` is the emitted object, or the decoded JSON of an inbox message.
     """
 
     event: E_co
@@ -48,9 +48,9 @@ class EmittedEvent(Struct, Generic[E_co], frozen=True, kw_only=True):
 
 
 class EventsOf(Sequence[E], Generic[E]):
-    """The events of a class, oldest first: a sequence of event objects, which equals a list of the same events.
+    """The events of a class, oldest first. Compares equal to a list of the same events.
 
-    ``rows`` has the ids, the model and the headers of each event.
+    ``rows`` has the ids, model and headers of each event.
     """
 
     def __init__(self, event_type: type[E], all_events: EmittedEvents) -> None:
@@ -65,7 +65,9 @@ class EventsOf(Sequence[E], Generic[E]):
         ]  # fmt: skip
 
     def one(self, **fields: Any) -> E:
-        """The only event of the class with these field values. ``AssertionError`` shows all emitted events.
+        """Return the only event of the class with these field values.
+
+        Otherwise raises ``AssertionError`` with all emitted events.
 
         Example::
 
@@ -75,21 +77,21 @@ class EventsOf(Sequence[E], Generic[E]):
         return self.one_row(**fields).event
 
     def one_row(self, **fields: Any) -> EmittedEvent[E]:
-        """The same, with the columns of the row: ``one_row().model_id``."""
+        """Like :meth:`one`, but return the row: ``one_row().model_id``."""
         __tracebackhide__ = True
         if unknown := sorted(fields.keys() - self._fields):
             raise InvalidEvent(f"one({self._name})", f"has no field {unknown[0]!r}")
         found = [row for row in self.rows if all(getattr(row.event, name) == value for name, value in fields.items())]
         if len(found) != 1:
-            wanted = ", ".join(f"{name}={value!r}" for name, value in fields.items())
-            raise AssertionError(f"expected one {self._name}({wanted}), found {len(found)}; {self._all.told()}")
+            values = ", ".join(f"{name}={value!r}" for name, value in fields.items())
+            raise AssertionError(f"expected one {self._name}({values}), found {len(found)}; {self._all.summary()}")
         return found[0]
 
     def none(self) -> None:
         """Raise ``AssertionError``, with all emitted events, if an event of the class was emitted."""
         __tracebackhide__ = True
         if self.rows:
-            raise AssertionError(f"expected no {self._name}, found {len(self.rows)}; {self._all.told()}")
+            raise AssertionError(f"expected no {self._name}, found {len(self.rows)}; {self._all.summary()}")
 
     @overload
     def __getitem__(self, index: int) -> E: ...
@@ -107,16 +109,15 @@ class EventsOf(Sequence[E], Generic[E]):
     __hash__ = None  # type: ignore[assignment]  # like a list
 
     def __repr__(self) -> str:
-        return repr(list(self)) if self.rows else f"<no {self._name}; {self._all.told()}>"
+        return repr(list(self)) if self.rows else f"<no {self._name}; {self._all.summary()}>"
 
 
 class EmittedEvents(Sequence[EmittedEvent[Any]]):
-    """The events that were emitted since the test began, oldest first.
+    """The events emitted since the test started, oldest first.
 
-    - An event of an action, of a handler or of ``outbox.bind`` counts when outboxio or the session has committed the
-      event. So a failed action has emitted nothing, and an action that was repeated has emitted once.
-    - An event of ``outbox.record`` counts when the row is written, because the application commits or rolls back
-      afterwards.
+    - Events of actions, handlers and ``outbox.bind`` appear once they are committed. A failed action emits nothing, and
+      a retried action emits once.
+    - Events of ``outbox.record`` appear when they are written, because your code commits or rolls back later.
 
     Example::
 
@@ -131,29 +132,29 @@ class EmittedEvents(Sequence[EmittedEvent[Any]]):
         self._objects: dict[UUID, object] = {}
 
     def of(self, event_type: type[E]) -> EventsOf[E]:
-        """The events of a class and of its subclasses."""
+        """Return the events of a class and its subclasses."""
         return EventsOf(event_type, self)
 
     def clear(self) -> None:
-        """Forget the events so far, such as the events of a fixture."""
+        """Forget the events so far, for example those of a fixture."""
         self._rows.clear()
 
     def none(self) -> None:
-        """Raise ``AssertionError``, with the emitted events, if an event was emitted."""
+        """Raise ``AssertionError``, with the emitted events, if there are any."""
         __tracebackhide__ = True
         if self._rows:
-            raise AssertionError(f"expected no event; {self.told()}")
+            raise AssertionError(f"expected no event; {self.summary()}")
 
-    def told(self) -> str:
-        """All events in words, an event in a line."""
-        return "emitted were:\n  " + ("\n  ".join(map(str, self._rows)) or "(none)")
+    def summary(self) -> str:
+        """Return all events as text, one per line."""
+        return "emitted events:\n  " + ("\n  ".join(map(str, self._rows)) or "(none)")
 
     def emitted(self, event_id: UUID, event: object) -> None:
-        """Is called by outboxio when an event object is emitted."""
+        """Called by outboxio when an event object is emitted."""
         self._objects[event_id] = event
 
     def written(self, action: ActionRecord, events: Sequence[EventRecord]) -> None:
-        """Is called by outboxio when the rows of an action are written."""
+        """Called by outboxio when the rows of an action are written."""
         self._rows += (self._row(action, record) for record in events if record.event_type is not None)
 
     @overload
@@ -170,7 +171,7 @@ class EmittedEvents(Sequence[EmittedEvent[Any]]):
         return len(self._rows)
 
     def __repr__(self) -> str:
-        return f"<{len(self._rows)} events; {self.told()}>"
+        return f"<{len(self._rows)} events; {self.summary()}>"
 
     def _row(self, action: ActionRecord, record: EventRecord) -> EmittedEvent[Any]:
         event = self._objects.pop(record.id, None)
@@ -194,7 +195,7 @@ class EmittedEvents(Sequence[EmittedEvent[Any]]):
 
 @contextmanager
 def watch_events() -> Generator[EmittedEvents]:
-    """The events that are emitted in the block, in any outbox of the process. The fixture ``outbox_events`` is this.
+    """Collect the events emitted in the block, in any outbox of the process, as the fixture ``outbox_events`` does.
 
     Example::
 

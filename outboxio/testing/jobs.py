@@ -1,4 +1,4 @@
-"""Running a job in a test."""
+"""Run a job in a test."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from outboxio.jobs.job import run_here
 from outboxio.outbox import Outbox
 
 
-async def run_job(outbox: Outbox, name: str, *, moment: datetime | None = None, attempt: int = 1) -> None:
-    """Run a job once, here and now, as a run of its schedule would: with resources, timeout and transaction.
+async def run_job(outbox: Outbox, name: str, *, scheduled_at: datetime | None = None, attempt: int = 1) -> None:
+    """Run a job once, now, like a scheduled run: with its resources, timeout and transaction.
 
-    ``moment``: the moment of the schedule that the run is for, naive UTC; by default now, by the clock of the outbox.
-    ``attempt``: the value of ``job.attempt``. The error of the job is raised, and its transaction is rolled back. The
-    row of the job stays as it is, so ``running()`` is not needed, and no retry follows.
+    ``scheduled_at``: the scheduled time, naive UTC; by default now, by the clock of the outbox. ``attempt``: the value
+    of ``job.attempt``. An error of the job is raised and its transaction is rolled back. The job's row does not change,
+    so ``running()`` is not needed, and there is no retry.
 
-    Raises :class:`ConfigurationError` for a name that no job has, and ``TimeoutError`` after the timeout of the job.
+    Raises :class:`ConfigurationError` for an unknown job, and ``TimeoutError`` after the job's timeout.
 
     Example::
 
@@ -25,4 +25,4 @@ async def run_job(outbox: Outbox, name: str, *, moment: datetime | None = None, 
             await run_job(outbox, "close-day")
             await expect_event(outbox, DayClosed)
     """
-    await run_here(outbox, name, moment, attempt)
+    await run_here(outbox, name, scheduled_at, attempt)

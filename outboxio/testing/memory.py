@@ -1,4 +1,4 @@
-"""An outbox in memory, a clock that a test moves, and the events that were committed.
+"""An outbox in memory, a movable clock, and the committed events.
 
 The outbox in memory is a normal outbox on SQLite: same statements, same semantics, no server.
 """
@@ -17,9 +17,9 @@ from outboxio.handlers.registration import Around
 from outboxio.model.event import type_names
 from outboxio.model.payloads.classes import AnyEvent, decoder_of
 from outboxio.model.payloads.fields import field_names
-from outboxio.operations.arguments import given_moment
+from outboxio.operations.arguments import time_argument
 from outboxio.outbox import Drained, Outbox
-from outboxio.runs.judge import joined, listening
+from outboxio.runs.failure_classifier import joined, listening
 from outboxio.settings import Settings
 from outboxio.support.clock import utc_now
 from outboxio.support.duration import parse_duration
@@ -28,9 +28,9 @@ E = TypeVar("E", bound=AnyEvent)
 
 
 class MovableClock:
-    """A clock that stands still until a test moves it: ``Outbox(..., clock=clock)``.
+    """A clock that only moves when a test advances it: ``Outbox(..., clock=clock)``.
 
-    Moments are naive UTC; an aware moment is converted. The clock starts at ``start``, or at the present moment.
+    Times are naive UTC; aware times are converted. The clock starts at ``start``, by default now.
 
     Example::
 
@@ -40,29 +40,27 @@ class MovableClock:
     """
 
     def __init__(self, start: datetime | None = None) -> None:
-        self._now = utc_now() if start is None else given_moment(start, "start")
+        self._now = utc_now() if start is None else time_argument(start, "start")
 
     def now(self) -> datetime:
-        """The moment at which the clock stands."""
+        """Return the clock's time."""
         return self._now
 
     def __call__(self) -> datetime:
         return self._now
 
     def advance(self, delta: timedelta | float | str) -> datetime:
-        """Move the clock on; the new moment."""
+        """Move the clock forward and return the new time."""
         duration = parse_duration(delta, key="advance")
         try:
             self._now += duration
         except OverflowError:
-            raise SettingsError(
-                "advance", delta, f"a duration that does not lead from {self._now} out of the calendar"
-            ) from None
+            raise SettingsError("advance", delta, f"a duration that keeps {self._now} within the calendar") from None
         return self._now
 
     def set(self, moment: datetime) -> None:
-        """Move the clock to a moment, forward or back."""
-        self._now = given_moment(moment, "moment")
+        """Set the clock, forward or back."""
+        self._now = time_argument(moment, "moment")
 
 
 @asynccontextmanager
@@ -74,9 +72,9 @@ async def memory_outbox(
     resources: Any = None,
     around: Around | None = None,
 ) -> AsyncGenerator[Outbox]:
-    """An outbox in memory with all tables, closed at the end of the block. Handlers run when you call ``drain()``.
+    """Open an outbox in memory with all tables, and close it after the block. Handlers run when you call ``drain()``.
 
-    Field values are checked against the field types at each ``emit``, even if the setting ``validate_events`` is off.
+    Events are validated at ``emit`` even if the setting ``validate_events`` is off.
 
     Example::
 
@@ -95,7 +93,7 @@ async def memory_outbox(
 
 
 async def emitted(outbox: Outbox, event_type: type[E]) -> Sequence[E]:
-    """The events of a class that were committed in this outbox's namespace, oldest first.
+    """Return the committed events of a class in this outbox's namespace, oldest first.
 
     Example::
 
@@ -106,7 +104,7 @@ async def emitted(outbox: Outbox, event_type: type[E]) -> Sequence[E]:
 
 
 async def expect_event(outbox: Outbox, event_type: type[E], **fields: Any) -> E:
-    """The only committed event of a class with these field values. ``AssertionError`` shows all events of the class.
+    """Return the only committed event of a class with these field values, or raise ``AssertionError`` with all of them.
 
     Example::
 
@@ -119,16 +117,16 @@ async def expect_event(outbox: Outbox, event_type: type[E], **fields: Any) -> E:
     there = await emitted(outbox, event_type)
     matching = [e for e in there if all(getattr(e, name) == value for name, value in fields.items())]
     if len(matching) != 1:
-        wanted = ", ".join(f"{name}={value!r}" for name, value in fields.items())
+        values = ", ".join(f"{name}={value!r}" for name, value in fields.items())
         listed = "\n  ".join(map(repr, there)) or "(none)"
         raise AssertionError(
-            f"expected one {event_type.__name__}({wanted}), found {len(matching)}; committed were:\n  {listed}"
+            f"expected one {event_type.__name__}({values}), found {len(matching)}; committed events:\n  {listed}"
         )
     return matching[0]
 
 
 class Drain(Protocol):
-    """The type of the fixture ``outbox_drain``, for annotations: :func:`drain` of the outbox of the test.
+    """The type of the fixture ``outbox_drain``, for annotations: :func:`drain` of the test's outbox.
 
     Example::
 
@@ -140,14 +138,14 @@ class Drain(Protocol):
 
 
 async def drain(outbox: Outbox, timeout: timedelta | float | str | None = "10s") -> Drained:
-    """``outbox.drain()`` for tests: raises the exceptions of handlers, and gives up instead of hanging a test.
+    """Drain the outbox and raise the exceptions of handlers, so that a failing ``assert`` in a handler fails the test.
 
-    The drain comes to its end first, and failed notifications are retried later as always. Then the exception of the
-    failed run is raised, or an ``ExceptionGroup`` if several runs failed. The exceptions have their tracebacks, so a
-    failing ``assert`` in a handler fails the test. Failures that a batch handler returns, and failures of hooks, are
-    raised as well. A test of a handler that should fail awaits ``outbox.drain()`` and compares the numbers.
+    The drain finishes first, and failed notifications are retried later as usual. Then the exception of the failed run
+    is raised with its traceback, or an ``ExceptionGroup`` if several failed. Failures returned by batch handlers and
+    failures of hooks are raised as well. To test a handler that should fail, use ``outbox.drain()`` and check its
+    numbers.
 
-    Raises :class:`DrainTimeout` after ``timeout`` (default 10 s, ``None``: never), caused by the failures until then.
+    Raises :class:`DrainTimeout` after ``timeout`` (10 s by default, ``None``: no limit), caused by the failures so far.
 
     Example::
 

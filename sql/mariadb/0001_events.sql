@@ -1,24 +1,24 @@
 -- outboxio, MariaDB 10.11 or later: the outbox itself.
--- Run the files of this folder in order. MariaDB commits every CREATE at once, so an interrupted file is simply run
--- again; every file records that it was applied.
--- All tables are in a separate database, eventlog, a single one per server. The application's user needs
+-- Run the files of this directory in order. MariaDB commits each CREATE immediately, so an interrupted file can simply
+-- be run again. Each file records that it has been applied.
+-- All tables are in a separate database, eventlog, of which a server has only one. Your application's user needs
 --   GRANT CREATE, DROP, ALTER, INDEX, SELECT, INSERT, UPDATE, DELETE ON eventlog.* TO ...;
--- where an administrator runs these files, the last four are enough.
+-- if an administrator runs these files, the last four are enough.
 
 CREATE DATABASE IF NOT EXISTS eventlog CHARACTER SET utf8mb4 COLLATE utf8mb4_nopad_bin;
 
--- The files of this folder that were applied.
+-- The files of this directory that have been applied.
 CREATE TABLE IF NOT EXISTS eventlog.schema_versions (
     version      INT          NOT NULL PRIMARY KEY,
     file         VARCHAR(255) NOT NULL,
     applied_date DATETIME(6)  NOT NULL
 ) ENGINE = InnoDB CHARACTER SET utf8mb4 COLLATE utf8mb4_nopad_bin;
 
--- One row per emitted event, with the whole context of the action. An action without events has one row too, the
+-- One row per emitted event, with the full context of the action. An action without events has one row too, the
 -- sentinel event: its model_id, model_type, event_type and payload are NULL.
--- Dates are UTC without a zone. Names, keys and ids compare byte for byte.
--- Without partial indexes, delivered comes before the columns that fan-out walks, so that delivered rows leave the
--- walk.
+-- Dates are in UTC, without a time zone. Names, keys and ids are compared byte by byte.
+-- There are no partial indexes. So delivered comes before the columns that fan-out scans, which excludes delivered rows
+-- from the scan.
 CREATE TABLE IF NOT EXISTS eventlog.events (
     id              UUID     NOT NULL PRIMARY KEY,
     namespace       VARCHAR(255) NOT NULL,
@@ -47,10 +47,10 @@ CREATE TABLE IF NOT EXISTS eventlog.events (
 
     UNIQUE KEY events_sequence (sequence),
     KEY idx_events_action_id (action_id),
-    -- Fan-out walks each subscribed type separately, and skips three kinds of rows at no cost: rows of unsubscribed
-    -- types, rows of different services, and delivered rows.
+    -- Fan-out scans each subscribed type separately. Three kinds of rows cost nothing: rows of unsubscribed types, rows
+    -- of other services, and delivered rows.
     KEY events_undelivered (namespace, delivered, event_type, sequence),
-    -- The same for handlers of a topic. Most events have no topic: their index entry does not move at delivery.
+    -- The same for subscriptions to a topic. Most events have no topic, so their index entry does not move at delivery.
     KEY events_undelivered_topic (namespace, waiting_topic, sequence)
 ) ENGINE = InnoDB CHARACTER SET utf8mb4 COLLATE utf8mb4_nopad_bin;
 

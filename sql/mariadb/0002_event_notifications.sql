@@ -1,10 +1,10 @@
--- One row per event and subscribed handler, with the event's whole context, so that handling reads a single row.
--- state: PENDING, FAILED (waits for its retry), BLOCKED (behind a row of its key), DYING (verdict reached, hook owed);
--- terminal: SUCCEEDED, EXPIRED, DEAD, SKIPPED.
--- Without partial indexes, is_unfinished comes before the columns of the walk, so that finished rows leave the walk.
--- line_part: 1 PENDING, FAILED or DYING, 2 BLOCKED, 3 DEAD or EXPIRED; NULL for rows without an order: finished rows,
--- and rows without an ordering key unless they are BLOCKED.
--- Both columns are computed, and invisible: SELECT * leaves them out.
+-- One row per event and subscribed handler, with the full context of the event, so that a run reads a single row.
+-- state: PENDING, FAILED (waits for its retry), BLOCKED (behind a row of its key), DYING (failed permanently, its hook
+-- is pending); terminal: SUCCEEDED, EXPIRED, DEAD, SKIPPED.
+-- There are no partial indexes. So is_unfinished comes before the columns of the scan, which excludes finished rows.
+-- line_part: 1 PENDING, FAILED or DYING, 2 BLOCKED, 3 DEAD or EXPIRED; NULL for rows outside of key queues: finished
+-- rows, and rows without an ordering key unless they are BLOCKED.
+-- Both columns are generated, and invisible to SELECT *.
 CREATE TABLE IF NOT EXISTS eventlog.event_notifications (
     id              UUID     NOT NULL PRIMARY KEY,
     event_id        UUID     NOT NULL,
@@ -40,10 +40,10 @@ CREATE TABLE IF NOT EXISTS eventlog.event_notifications (
         STORED INVISIBLE,
 
     UNIQUE KEY event_notifications_event (event_id, handler_name),
-    -- Due rows are found per handler: the backlog of a handler is invisible to all remaining handlers.
+    -- Due rows are found per handler, so the backlog of one handler does not slow down the others.
     KEY event_notifications_due (namespace, is_unfinished, handler_name, next_retry_at, sequence),
-    -- The rows of each ordering key, by line_part: the search for a head reads one row of each part, and walks neither
-    -- the BLOCKED rows behind the head nor the DEAD rows before it.
+    -- The rows of each ordering key, by line_part. Finding the head reads one row of each part, and scans neither the
+    -- BLOCKED rows after the head nor the DEAD rows before it.
     KEY event_notifications_line (namespace, line_part, handler_name, ordering_key, sequence)
 ) ENGINE = InnoDB CHARACTER SET utf8mb4 COLLATE utf8mb4_nopad_bin;
 

@@ -1,4 +1,4 @@
--- Messages that the inbox has received: deduplication outlives the events.
+-- Messages that the inbox has received. They are kept for deduplication after their events are removed.
 CREATE TABLE IF NOT EXISTS eventlog.consumed_events (
     source        VARCHAR(255) NOT NULL,
     external_id   VARCHAR(255) NOT NULL,

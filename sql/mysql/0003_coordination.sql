@@ -1,6 +1,7 @@
--- The handlers of the instances of every service: fan-out serves all of them, whichever process runs the fan-out.
--- Either event_type or topic is set, never both: the unset column is the empty string.
--- The four names together would exceed the length of a key, so their digests are the key.
+-- The handlers of all instances of each service: fan-out creates notifications for all of them, no matter which process
+-- runs it.
+-- Either event_type or topic is set, never both. The other column is the empty string.
+-- The four names together would exceed the maximum length of a key, so their digests are the key.
 CREATE TABLE IF NOT EXISTS eventlog.subscriptions (
     namespace      VARCHAR(255) NOT NULL,
     handler_name   VARCHAR(255) NOT NULL,
@@ -17,8 +18,8 @@ CREATE TABLE IF NOT EXISTS eventlog.subscriptions (
     KEY subscriptions_handler (namespace, handler_name)
 ) ENGINE = InnoDB CHARACTER SET utf8mb4 COLLATE utf8mb4_0900_bin;
 
--- The term of each cluster lock: raised by every new holder, required by every outcome.
--- released_term is the last term whose holder gave the lock back; a holder that dies leaves the column as it is.
+-- The term of each cluster lock: incremented by each new holder, and checked when an outcome is written.
+-- released_term: the last term whose holder released the lock. A holder that crashes does not change it.
 CREATE TABLE IF NOT EXISTS eventlog.leases (
     name          VARCHAR(255) NOT NULL PRIMARY KEY,
     term          BIGINT       NOT NULL,
@@ -27,7 +28,7 @@ CREATE TABLE IF NOT EXISTS eventlog.leases (
     released_term BIGINT       NOT NULL
 ) ENGINE = InnoDB CHARACTER SET utf8mb4 COLLATE utf8mb4_0900_bin;
 
--- Handlers that an operator paused. ended_date is NULL while the pause lasts.
+-- Handlers that an operator has paused. ended_date is NULL while the pause lasts.
 CREATE TABLE IF NOT EXISTS eventlog.pauses (
     namespace    VARCHAR(255) NOT NULL,
     handler_name VARCHAR(255) NOT NULL,
@@ -37,8 +38,8 @@ CREATE TABLE IF NOT EXISTS eventlog.pauses (
     PRIMARY KEY (namespace, handler_name)
 ) ENGINE = InnoDB CHARACTER SET utf8mb4 COLLATE utf8mb4_0900_bin;
 
--- Runs that were recorded before they began, because a holder of their handler's lock had died. If the next holder dies
--- too, the rows that are left are suspects: each may be the cause.
+-- Runs that were recorded before they started, because a holder of their handler's lock had crashed. If the next holder
+-- crashes too, the remaining rows are suspects: each may be the cause.
 CREATE TABLE IF NOT EXISTS eventlog.started_runs (
     notification_id CHAR(36) CHARACTER SET ascii COLLATE ascii_bin NOT NULL PRIMARY KEY,
     namespace       VARCHAR(255) NOT NULL,

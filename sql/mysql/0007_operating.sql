@@ -1,9 +1,9 @@
--- For operators: figures by minute, reports of processes, orders of operators, and indexes for what operators ask.
--- Processes of the former version run beside these parts: their statements use none of the tables and indexes.
+-- For operators: statistics by minute, reports of processes, operations, and indexes for the queries of operators.
+-- Processes of the previous version can run with this schema: their statements use none of these tables and indexes.
 
--- DEAD and EXPIRED rows of each handler, by the moment of their end. Both columns are computed, NULL for all other rows,
--- and invisible: SELECT * leaves them out. So the entry of a row does not move when the row succeeds. A virtual column is
--- added in an instant; a stored column would need a copy of the table, and writers would have to wait.
+-- DEAD and EXPIRED rows of each handler, by the time at which they ended. Both columns are generated, NULL for all
+-- other rows, and invisible to SELECT *. So the index entry of a row does not move when the row succeeds. Adding a
+-- virtual column is instant; a stored column would copy the table and block writers.
 ALTER TABLE eventlog.event_notifications ADD COLUMN dead_handler VARCHAR(255)
     GENERATED ALWAYS AS (CASE WHEN state IN ('DEAD', 'EXPIRED') THEN handler_name END) VIRTUAL /*!80023 INVISIBLE */,
     ALGORITHM=INSTANT;
@@ -13,13 +13,13 @@ ALTER TABLE eventlog.event_notifications ADD COLUMN dead_date DATETIME(6)
 ALTER TABLE eventlog.event_notifications
     ADD KEY event_notifications_dead (namespace, dead_handler, dead_date, id), ALGORITHM=INPLACE, LOCK=NONE;
 
--- The events that an event has caused.
+-- The events that were caused by an event.
 ALTER TABLE eventlog.events ADD KEY events_causation (causation_id), ALGORITHM=INPLACE, LOCK=NONE;
 
 -- The events of a request.
 ALTER TABLE eventlog.events ADD KEY events_correlation (namespace, correlation_id), ALGORITHM=INPLACE, LOCK=NONE;
 
--- The runs of a handler within a minute in a process. Each process writes a row for each of its handlers with runs.
+-- The runs of a handler in a process within a minute. Each process writes a row for each handler that had runs.
 -- durations and lags are histograms: JSON arrays of counts (outboxio/statistics/buckets.py).
 -- duration_us: the sum over all runs, in microseconds.
 CREATE TABLE IF NOT EXISTS eventlog.handler_minutes (
@@ -39,8 +39,9 @@ CREATE TABLE IF NOT EXISTS eventlog.handler_minutes (
     PRIMARY KEY (namespace, minute_date, handler_name, instance)
 ) ENGINE = InnoDB CHARACTER SET utf8mb4 COLLATE utf8mb4_0900_bin;
 
--- The processes in running(), by their own report. report: a JSON object with the roles, the handlers, the runs under
--- way, the stuck runs and the lag of the event loop. A process counts as alive until three delays after the last report.
+-- The processes in running(), as they report themselves. report: a JSON object with the roles, the handlers, the
+-- current runs, the stuck runs and the lag of the event loop. A process counts as alive until it has missed three
+-- reports.
 CREATE TABLE IF NOT EXISTS eventlog.instance_reports (
     namespace      VARCHAR(255) NOT NULL,
     instance       VARCHAR(255) NOT NULL,
@@ -53,10 +54,10 @@ CREATE TABLE IF NOT EXISTS eventlog.instance_reports (
     PRIMARY KEY (namespace, instance)
 ) ENGINE = InnoDB CHARACTER SET utf8mb4 COLLATE utf8mb4_0900_bin;
 
--- The orders of operators: who has ordered what, and how far the order is. state: RUNNING, DONE, STOPPED, FAILED.
--- request: a JSON object with the filter and the other arguments. reached: the place after the last piece that was
--- changed, written in the transaction of the piece, so that a process that goes on repeats nothing.
--- worker: the process that carries the order out; another process goes on when updated_date is too old.
+-- The operations: who has requested what, and the progress. state: RUNNING, DONE, STOPPED, FAILED.
+-- request: a JSON object with the filter and the other arguments. reached: the position after the last chunk that was
+-- changed, written in the transaction of the chunk, so that a process that resumes the operation repeats nothing.
+-- worker: the process that runs the operation; another process resumes it when updated_date is too old.
 CREATE TABLE IF NOT EXISTS eventlog.operations (
     id            CHAR(36) CHARACTER SET ascii COLLATE ascii_bin NOT NULL PRIMARY KEY,
     namespace     VARCHAR(255) NOT NULL,

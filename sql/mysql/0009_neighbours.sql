@@ -1,5 +1,5 @@
--- Writers of notifications that do not know the columns sequence and retention_from, such as the fan-out of Ekbatan, may
--- leave both columns out (decision 58). Without a default, INSERT IGNORE would store a zero date.
+-- Writers of notifications that do not know the columns sequence and retention_from, such as the fan-out of Ekbatan,
+-- can omit both columns (decision 58). Without a default, INSERT IGNORE would store a zero date.
 ALTER TABLE eventlog.event_notifications ALTER COLUMN sequence SET DEFAULT 0;
 ALTER TABLE eventlog.event_notifications ALTER COLUMN retention_from SET DEFAULT (UTC_TIMESTAMP(6));
 

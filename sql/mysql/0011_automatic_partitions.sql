@@ -1,7 +1,7 @@
--- Automatic partitions: outboxio itself raises and lowers the number of partitions of a handler, by its load.
--- auto_number is the number that outboxio has set. Another value in partitions, or NULL here, is the order of an
--- operator or of code, and outboxio leaves the number alone. waited_date is the last time, to the hour, at which due
--- notifications of the handler waited for longer than a second.
+-- Automatic partitions: outboxio itself increases and decreases the number of partitions of a handler with its load.
+-- auto_number: the number that outboxio has set. If partitions has a different value, or this is NULL, an operator or
+-- code has set the number, and outboxio does not change it. waited_date: the last time, to the hour, at which due
+-- notifications of the handler waited for more than a second.
 ALTER TABLE eventlog.handler_partitions ADD COLUMN auto_number SMALLINT, ALGORITHM=INSTANT;
 ALTER TABLE eventlog.handler_partitions ADD COLUMN waited_date DATETIME(6), ALGORITHM=INSTANT;
 

@@ -1,5 +1,5 @@
 -- Rates: the time up to which all starts of a handler with rate= are reserved, in microseconds since 1970. A process
--- reserves the next starts by moving the time on. Processes of the former version run beside this table.
+-- reserves the next starts by advancing this time. Processes of the previous version can run with this schema.
 CREATE TABLE IF NOT EXISTS eventlog.rates (
     namespace    VARCHAR(255) NOT NULL,
     handler_name VARCHAR(255) NOT NULL,

@@ -1,18 +1,18 @@
 -- outboxio, PostgreSQL 14 or later: the outbox itself.
--- Run the files of this folder in order, each in one transaction; every file records that it was applied.
+-- Run the files of this directory in order, each in one transaction. Each file records that it has been applied.
 
 CREATE SCHEMA IF NOT EXISTS eventlog;
 
--- The files of this folder that were applied.
+-- The files of this directory that have been applied.
 CREATE TABLE eventlog.schema_versions (
     version      INT          PRIMARY KEY,
     file         VARCHAR(255) NOT NULL,
     applied_date TIMESTAMP    NOT NULL
 );
 
--- One row per emitted event, with the whole context of the action. An action without events has one row too, the
+-- One row per emitted event, with the full context of the action. An action without events has one row too, the
 -- sentinel event: its model_id, model_type, event_type and payload are NULL.
--- Dates are UTC without a zone.
+-- Dates are in UTC, without a time zone.
 CREATE TABLE eventlog.events (
     id              UUID         PRIMARY KEY,
     namespace       VARCHAR(255) NOT NULL,
@@ -40,12 +40,12 @@ CREATE TABLE eventlog.events (
 
 CREATE INDEX idx_events_action_id ON eventlog.events (action_id);
 
--- Fan-out walks each subscribed type separately, and skips three kinds of rows at no cost: rows of unsubscribed types,
--- rows of different services, and delivered rows.
+-- Fan-out scans each subscribed type separately. Three kinds of rows cost nothing: rows of unsubscribed types, rows of
+-- other services, and delivered rows.
 CREATE INDEX events_undelivered ON eventlog.events (namespace, event_type, sequence)
     WHERE delivered = FALSE AND event_type IS NOT NULL;
 
--- The same for handlers of a topic.
+-- The same for subscriptions to a topic.
 CREATE INDEX events_undelivered_topic ON eventlog.events (namespace, topic, sequence)
     WHERE delivered = FALSE AND topic IS NOT NULL;
 

@@ -1,6 +1,6 @@
--- One row per event and subscribed handler, with the event's whole context, so that handling reads a single row.
--- state: PENDING, FAILED (waits for its retry), BLOCKED (behind a row of its key), DYING (verdict reached, hook owed);
--- terminal: SUCCEEDED, EXPIRED, DEAD, SKIPPED.
+-- One row per event and subscribed handler, with the full context of the event, so that a run reads a single row.
+-- state: PENDING, FAILED (waits for its retry), BLOCKED (behind a row of its key), DYING (failed permanently, its hook
+-- is pending); terminal: SUCCEEDED, EXPIRED, DEAD, SKIPPED.
 CREATE TABLE eventlog.event_notifications (
     id              UUID         PRIMARY KEY,
     event_id        UUID         NOT NULL,
@@ -33,19 +33,19 @@ CREATE TABLE eventlog.event_notifications (
     UNIQUE (event_id, handler_name)
 );
 
--- Due rows are found per handler: the backlog of a handler is invisible to all remaining handlers.
+-- Due rows are found per handler, so the backlog of one handler does not slow down the others.
 CREATE INDEX event_notifications_due
     ON eventlog.event_notifications (namespace, handler_name, next_retry_at, sequence)
     WHERE state IN ('PENDING', 'FAILED', 'DYING');
 
--- Rows that wait for earlier rows: the unfinished rows of each ordering key, in their order, and BLOCKED rows without a
--- key. The index has no further rows of unordered handlers.
+-- The key queues: the unfinished rows of each ordering key, in order, and BLOCKED rows without a key. The index has no
+-- other rows of unordered handlers.
 CREATE INDEX event_notifications_line
     ON eventlog.event_notifications (namespace, handler_name, ordering_key, sequence)
     WHERE state IN ('PENDING', 'FAILED', 'BLOCKED', 'DYING') AND (ordering_key IS NOT NULL OR state = 'BLOCKED');
 
--- DEAD and EXPIRED rows of ordered handlers, which may park their key. These rows have an index of their own, because
--- there may be many where they park no key.
+-- DEAD and EXPIRED rows of ordered handlers, which may park their key. They have a separate index, because there may be
+-- many of them if they do not park keys.
 CREATE INDEX event_notifications_parked
     ON eventlog.event_notifications (namespace, handler_name, ordering_key, sequence)
     WHERE state IN ('DEAD', 'EXPIRED') AND ordering_key IS NOT NULL;

@@ -1,6 +1,6 @@
--- One row per event and subscribed handler, with the event's whole context, so that handling reads a single row.
--- state: PENDING, FAILED (waits for its retry), BLOCKED (behind a row of its key), DYING (verdict reached, hook owed);
--- terminal: SUCCEEDED, EXPIRED, DEAD, SKIPPED.
+-- One row per event and subscribed handler, with the full context of the event, so that a run reads a single row.
+-- state: PENDING, FAILED (waits for its retry), BLOCKED (behind a row of its key), DYING (failed permanently, its hook
+-- is pending); terminal: SUCCEEDED, EXPIRED, DEAD, SKIPPED.
 CREATE TABLE eventlog_event_notifications (
     id              TEXT    NOT NULL PRIMARY KEY,
     event_id        TEXT    NOT NULL,
@@ -33,21 +33,21 @@ CREATE TABLE eventlog_event_notifications (
     UNIQUE (event_id, handler_name)
 );
 
--- Due rows are found per handler: the backlog of a handler is invisible to all remaining handlers.
--- SQLite evaluates the conditions of all indexes for each row that SQLite writes. So this condition is an OR, which takes
--- a third of the time of an IN, and the conditions below begin with the columns that are NULL in most rows.
+-- Due rows are found per handler, so the backlog of one handler does not slow down the others.
+-- SQLite evaluates the conditions of all indexes for each row that it writes. So this condition uses OR, which takes a
+-- third of the time of IN, and the conditions below start with the columns that are NULL in most rows.
 CREATE INDEX eventlog_event_notifications_due
     ON eventlog_event_notifications (namespace, handler_name, next_retry_at, sequence)
     WHERE state = 'PENDING' OR state = 'FAILED' OR state = 'DYING';
 
--- Rows that wait for earlier rows: the unfinished rows of each ordering key, in their order, and BLOCKED rows without a
--- key. The index has no further rows of unordered handlers.
+-- The key queues: the unfinished rows of each ordering key, in order, and BLOCKED rows without a key. The index has no
+-- other rows of unordered handlers.
 CREATE INDEX eventlog_event_notifications_line
     ON eventlog_event_notifications (namespace, handler_name, ordering_key, sequence)
     WHERE (ordering_key IS NOT NULL OR state = 'BLOCKED') AND state IN ('PENDING', 'FAILED', 'BLOCKED', 'DYING');
 
--- DEAD and EXPIRED rows of ordered handlers, which may park their key. These rows have an index of their own, because
--- there may be many where they park no key.
+-- DEAD and EXPIRED rows of ordered handlers, which may park their key. They have a separate index, because there may be
+-- many of them if they do not park keys.
 CREATE INDEX eventlog_event_notifications_parked
     ON eventlog_event_notifications (namespace, handler_name, ordering_key, sequence)
     WHERE ordering_key IS NOT NULL AND state IN ('DEAD', 'EXPIRED');

@@ -1,5 +1,6 @@
--- The handlers of the instances of every service: fan-out serves all of them, whichever process runs the fan-out.
--- Either event_type or topic is set, never both: the unset column is the empty string.
+-- The handlers of all instances of each service: fan-out creates notifications for all of them, no matter which process
+-- runs it.
+-- Either event_type or topic is set, never both. The other column is the empty string.
 CREATE TABLE eventlog_subscriptions (
     namespace      TEXT    NOT NULL,
     handler_name   TEXT    NOT NULL,
@@ -12,8 +13,8 @@ CREATE TABLE eventlog_subscriptions (
     PRIMARY KEY (namespace, handler_name, event_type, topic)
 );
 
--- The term of each cluster lock: raised by every new holder, required by every outcome.
--- released_term is the last term whose holder gave the lock back; a holder that dies leaves the column as it is.
+-- The term of each cluster lock: incremented by each new holder, and checked when an outcome is written.
+-- released_term: the last term whose holder released the lock. A holder that crashes does not change it.
 CREATE TABLE eventlog_leases (
     name          TEXT    NOT NULL PRIMARY KEY,
     term          INTEGER NOT NULL,
@@ -22,8 +23,8 @@ CREATE TABLE eventlog_leases (
     released_term INTEGER NOT NULL
 );
 
--- Handlers that an operator paused, until ended_date is set. An ended pause stays in the table: rows that waited for
--- its end count their retention from that moment.
+-- Handlers that an operator has paused, until ended_date is set. An ended pause is kept: the retention of rows that
+-- waited for it starts at that time.
 CREATE TABLE eventlog_pauses (
     namespace    TEXT NOT NULL,
     handler_name TEXT NOT NULL,
@@ -32,8 +33,8 @@ CREATE TABLE eventlog_pauses (
     PRIMARY KEY (namespace, handler_name)
 );
 
--- Runs that were recorded before they began, because a holder of their handler's lock had died. If the next holder dies
--- too, the rows that are left are suspects: each may be the cause.
+-- Runs that were recorded before they started, because a holder of their handler's lock had crashed. If the next holder
+-- crashes too, the remaining rows are suspects: each may be the cause.
 CREATE TABLE eventlog_started_runs (
     notification_id TEXT    NOT NULL PRIMARY KEY,
     namespace       TEXT    NOT NULL,

@@ -1,4 +1,4 @@
--- Messages that the inbox has received: deduplication outlives the events.
+-- Messages that the inbox has received. They are kept for deduplication after their events are removed.
 CREATE TABLE eventlog_consumed_events (
     source        TEXT NOT NULL,
     external_id   TEXT NOT NULL,

@@ -1,20 +1,20 @@
--- For operators: figures by minute, reports of processes, orders of operators, and indexes for what operators ask.
--- Processes of the former version run beside these parts: their statements use none of the tables and indexes.
+-- For operators: statistics by minute, reports of processes, operations, and indexes for the queries of operators.
+-- Processes of the previous version can run with this schema: their statements use none of these tables and indexes.
 
--- DEAD and EXPIRED rows of each handler, by the moment of their end. A row enters the index when the row ends badly, and
--- leaves the index when an operator retries the row.
+-- DEAD and EXPIRED rows of each handler, by the time at which they ended. A row is added to the index when it becomes
+-- DEAD or EXPIRED, and removed when an operator retries it.
 CREATE INDEX eventlog_event_notifications_dead
     ON eventlog_event_notifications (namespace, handler_name, updated_date, id)
     WHERE state = 'DEAD' OR state = 'EXPIRED';
 
--- The events that an event has caused.
+-- The events that were caused by an event.
 CREATE INDEX eventlog_events_causation ON eventlog_events (causation_id) WHERE causation_id IS NOT NULL;
 
--- The events of a request. An event without a correlation id costs nothing.
+-- The events of a request. Events without a correlation id cost nothing.
 CREATE INDEX eventlog_events_correlation ON eventlog_events (namespace, correlation_id)
     WHERE correlation_id IS NOT NULL;
 
--- The runs of a handler within a minute in a process. Each process writes a row for each of its handlers with runs.
+-- The runs of a handler in a process within a minute. Each process writes a row for each handler that had runs.
 -- durations and lags are histograms: JSON arrays of counts (outboxio/statistics/buckets.py).
 -- duration_us: the sum over all runs, in microseconds.
 CREATE TABLE eventlog_handler_minutes (
@@ -33,8 +33,9 @@ CREATE TABLE eventlog_handler_minutes (
     PRIMARY KEY (namespace, minute_date, handler_name, instance)
 );
 
--- The processes in running(), by their own report. report: a JSON object with the roles, the handlers, the runs under
--- way, the stuck runs and the lag of the event loop. A process counts as alive until three delays after the last report.
+-- The processes in running(), as they report themselves. report: a JSON object with the roles, the handlers, the
+-- current runs, the stuck runs and the lag of the event loop. A process counts as alive until it has missed three
+-- reports.
 CREATE TABLE eventlog_instance_reports (
     namespace      TEXT    NOT NULL,
     instance       TEXT    NOT NULL,
@@ -46,10 +47,10 @@ CREATE TABLE eventlog_instance_reports (
     PRIMARY KEY (namespace, instance)
 );
 
--- The orders of operators: who has ordered what, and how far the order is. state: RUNNING, DONE, STOPPED, FAILED.
--- request: a JSON object with the filter and the other arguments. reached: the place after the last piece that was
--- changed, written in the transaction of the piece, so that a process that goes on repeats nothing.
--- worker: the process that carries the order out; another process goes on when updated_date is too old.
+-- The operations: who has requested what, and the progress. state: RUNNING, DONE, STOPPED, FAILED.
+-- request: a JSON object with the filter and the other arguments. reached: the position after the last chunk that was
+-- changed, written in the transaction of the chunk, so that a process that resumes the operation repeats nothing.
+-- worker: the process that runs the operation; another process resumes it when updated_date is too old.
 CREATE TABLE eventlog_operations (
     id            TEXT    NOT NULL PRIMARY KEY,
     namespace     TEXT    NOT NULL,

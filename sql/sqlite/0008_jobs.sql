@@ -1,10 +1,10 @@
--- Jobs: functions that run at set moments, once in the cluster for each moment.
--- Processes of the former version run beside this table: their statements do not use the table.
+-- Jobs: functions that run on a schedule, once in the cluster for each scheduled time.
+-- Processes of the previous version can run with this schema: their statements do not use this table.
 
--- next_date: the next moment of the schedule. due_date: when a process has to look at the row: at the moment with its
--- jitter, at a retry, or when a run must have ended. term: rises with each run, and a run ends the row only under its
--- own term. lease, lease_term: the cluster lock under which the present run began. state: WAITING, RUNNING, RETRYING.
--- result: SUCCEEDED, FAILED, TIMED_OUT, INTERRUPTED; of the last run, with its error.
+-- next_date: the next scheduled time. due_date: when a process must check the row: at the scheduled time plus jitter,
+-- at a retry, or when a run must have finished. term: incremented by each run, which can only finish the row under its
+-- own term. lease, lease_term: the cluster lock under which the current run started. state: WAITING, RUNNING, RETRYING.
+-- result: the result of the last run, with its error: SUCCEEDED, FAILED, TIMED_OUT, INTERRUPTED.
 CREATE TABLE IF NOT EXISTS eventlog_jobs (
     namespace     TEXT NOT NULL,
     job_name      TEXT NOT NULL,

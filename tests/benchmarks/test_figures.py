@@ -51,7 +51,7 @@ BESIDE_BARE = "postgres: drain, 1 type, 1 handler: beside bare"
 THREE_ROUNDS = [("outboxio", 1, 900.0), ("outboxio", 2, 1000.0), ("outboxio", 3, 1100.0), ("bare", 1, 2000.0)]
 
 
-def test_every_setting_is_measured_in_full() -> None:
+def test_every_setting_is_measured_completely() -> None:
     for scenario in SCENARIOS:
         assert set(SIZES) == set(scenario.rounds)
         for setting in scenario.settings:
@@ -59,7 +59,7 @@ def test_every_setting_is_measured_in_full() -> None:
             assert not setting.beside or setting.beside in [other.name for other in scenario.settings]
 
 
-def test_settings_are_chosen_by_words_of_their_names_and_words_that_none_has_are_refused() -> None:
+def test_settings_are_selected_by_name_and_unknown_names_are_refused() -> None:
     drain, sustained = _scenarios("drain,sustained,fanout", ["20 types", "plain"])
     assert (drain.name, [setting.name for setting in drain.settings]) == ("drain", ["20 types"])
     assert [setting.name for setting in sustained.settings] == ["the same, written by plain SQL"]
@@ -70,7 +70,7 @@ def test_settings_are_chosen_by_words_of_their_names_and_words_that_none_has_are
         _scenarios("drain", ["300"])
 
 
-def test_each_round_has_every_contest_once_in_an_order_of_its_own() -> None:
+def test_each_round_has_every_contest_once_in_its_own_order() -> None:
     contests = rounds.contests("sqlite", [DRAIN], BUILT_IN)
     planned = rounds.schedule(contests, "full", None, seed=7)
 
@@ -81,7 +81,7 @@ def test_each_round_has_every_contest_once_in_an_order_of_its_own() -> None:
     assert planned == rounds.schedule(contests, "full", None, seed=7)
 
 
-def test_peers_run_only_where_they_can() -> None:
+def test_peers_run_only_where_they_are_supported() -> None:
     contests = rounds.contests("mysql", SCENARIOS, BUILT_IN)
     assert {contest.contestant.name for contest in contests if contest.scenario.name == "latency"} == {"outboxio"}
     assert {contest.contestant.name for contest in contests if contest.scenario.name == "execute"} == {
@@ -90,7 +90,7 @@ def test_peers_run_only_where_they_can() -> None:
     }
 
 
-def test_a_full_run_of_outboxio_and_bare_pipelines_leaves_ten_minutes_of_an_hour_to_the_peers() -> None:
+def test_a_full_run_leaves_ten_minutes_to_the_peers() -> None:
     planned = [
         (dialect, contest)
         for dialect in EVERYWHERE
@@ -99,7 +99,7 @@ def test_a_full_run_of_outboxio_and_bare_pipelines_leaves_ten_minutes_of_an_hour
     assert sum(contest.seconds(dialect, "full") for dialect, contest in planned) <= 50 * 60
 
 
-def test_a_line_is_the_median_of_its_rounds_and_shows_their_spread() -> None:
+def test_a_line_is_the_median_of_its_rounds_with_their_spread() -> None:
     ours, bare = results(*THREE_ROUNDS).lines("postgres15", "drain", ONE)
     assert (ours.taker.name, bare.taker.name) == ("outboxio", "bare")
     assert ours.median(DRAIN.headline) == 1000
@@ -107,7 +107,7 @@ def test_a_line_is_the_median_of_its_rounds_and_shows_their_spread() -> None:
     assert report.spread(bare, DRAIN.headline) == ""
 
 
-def test_calls_are_joined_as_if_they_had_been_one() -> None:
+def test_calls_are_merged_as_if_they_had_been_one() -> None:
     one, other = results(*THREE_ROUNDS[:2]), results(("outboxio", 1, 1100.0), ("bare", 1, 2000.0))
     one.versions["commit"], other.versions["commit"], other.made = "abc", "def", "tomorrow"
     other.missing["postgres15"] = "no server"
@@ -123,26 +123,26 @@ def test_calls_are_joined_as_if_they_had_been_one() -> None:
     assert joined([one]) == one
 
 
-def test_a_ratio_says_how_much_better_outboxio_is() -> None:
+def test_a_ratio_shows_how_much_better_outboxio_is() -> None:
     found = results(*THREE_ROUNDS, ("rival", 1, 250.0))
     lines = found.lines("postgres15", "drain", ONE)
     assert [found.ratio(DRAIN.headline, lines, line) for line in lines] == [None, 0.5, 4.0]
 
 
-def test_an_aim_is_judged_where_it_was_measured() -> None:
-    verdicts = {verdict.aim.says: verdict for verdict in aims.judged(results(*THREE_ROUNDS))}
-    beside = verdicts["draining, 1 type, 1 handler: beside the bare pipeline"]
-    assert (beside.value, beside.holds) == (0.5, False)
-    assert verdicts["statements for an event"].holds
-    assert "steady load: p99 in ms" not in verdicts
+def test_a_target_is_checked_where_it_was_measured() -> None:
+    found = {result.aim.says: result for result in aims.checked(results(*THREE_ROUNDS))}
+    relative = found["draining, 1 type, 1 handler: relative to the bare pipeline"]
+    assert (relative.value, relative.holds) == (0.5, False)
+    assert found["statements per event"].holds
+    assert "steady load: p99 in ms" not in found
 
 
 @pytest.mark.parametrize(("value", "largest", "shown"), [(0, 10, ""), (10, 10, "█" * report.BAR), (0.01, 10, "▏")])
-def test_a_bar_is_as_long_as_its_share(value: float, largest: float, shown: str) -> None:
+def test_the_length_of_a_bar_is_its_share(value: float, largest: float, shown: str) -> None:
     assert report.bar(value, largest) == shown
 
 
-def test_the_page_has_every_row_those_that_lose_and_those_that_failed_too() -> None:
+def test_the_page_has_every_row_including_losses_and_failures() -> None:
     found = results(*THREE_ROUNDS, errors={"rival": "it fell | over"})
     page = "\n".join(document._page(found, "chart.png"))
     assert "| 1 type, 1 handler | **outboxio** | **1,000** | 900 .. 1,100 |" in page
@@ -163,14 +163,14 @@ def test_the_page_is_written_with_its_chart(tmp_path: Path) -> None:
     assert "about <!-- figures: drain -->1,000<!-- /figures --> events" in readme.read_text("utf-8")
 
 
-def test_a_ratio_that_is_lower_by_more_than_the_margin_is_a_regression() -> None:
+def test_a_ratio_below_the_margin_is_a_regression() -> None:
     before = kept.Kept("yesterday", "abc", "full", {BESIDE_BARE: 0.66, "sqlite: drain: beside bare": 2.0})
     assert kept.regressions(results(*THREE_ROUNDS), before) == []
     worse = results(("outboxio", 1, 900.0), ("bare", 1, 2000.0))
     assert kept.regressions(worse, before) == [kept.Regression(BESIDE_BARE, 0.66, 0.45)]
 
 
-def test_figures_stand_between_their_marks_and_the_rest_of_a_page_stays() -> None:
+def test_figures_replace_only_the_text_between_their_marks() -> None:
     page = "<!-- figures: peers -->\n\nold\n\n<!-- /figures -->\n\n<!-- figures: idle -->old<!-- /figures -->!\n"
     found = pages.filled(page, results(*THREE_ROUNDS))
     assert found == pages.filled(found, results(*THREE_ROUNDS))
@@ -178,13 +178,13 @@ def test_figures_stand_between_their_marks_and_the_rest_of_a_page_stays() -> Non
     assert found.endswith("<!-- figures: idle -->-<!-- /figures -->!\n")
 
 
-def test_each_part_of_a_page_with_figures_has_a_name_that_a_full_run_writes() -> None:
+def test_each_generated_section_of_a_page_is_written_by_full_runs() -> None:
     names = {name for page in pages.PAGES for name, _ in pages.marked((rounds.PROJECT / page).read_text("utf-8"))}
     assert names == set(pages.FIGURES)
     assert all(write(pages.Figures(results(*THREE_ROUNDS))) for write in pages.FIGURES.values())
 
 
-def test_the_figures_of_several_processes_are_of_the_time_in_which_all_work() -> None:
+def test_figures_of_several_processes_cover_the_time_when_all_work() -> None:
     """Two processes handle 100 events a second each, for ten seconds."""
     lines = [
         [scale.Progress(), *(scale.Progress(at=100 + n, done=100 * n, cpu=0.5 * n) for n in range(1, 11))]
@@ -210,8 +210,8 @@ def test_the_processes_of_a_setting_are_compared_with_one_process() -> None:
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/explanation/how-fast.md"])
-def test_the_figures_of_the_pages_about_speed_are_on_the_performance_page(page: str) -> None:
-    measured = (rounds.PROJECT / "docs/reference/performance.md").read_text("utf-8")
+def test_the_figures_of_other_pages_are_on_the_performance_page(page: str) -> None:
+    measured = (rounds.PROJECT / "benchmarks/results/performance.md").read_text("utf-8")
     tables = [
         text for name, text in pages.marked((rounds.PROJECT / page).read_text("utf-8")) if name in ("five", "peers")
     ]

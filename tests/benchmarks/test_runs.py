@@ -1,4 +1,4 @@
-"""The benchmarks still run: every contestant that needs no other project, with a few hundred events."""
+"""The benchmarks run: every contestant that needs no other project, with a few hundred events."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ UNRESTRICTED = {name: value for name, value in os.environ.items() if not name.st
 
 
 @pytest.mark.parametrize("dialect", MEASURED)
-def test_every_contestant_of_ours_measures_what_is_asked_for(dialect: str, tmp_path: Path) -> None:
+def test_every_outboxio_contestant_measures_its_result(dialect: str, tmp_path: Path) -> None:
     kept, scenarios = tmp_path / "kept.json", MEASURED[dialect]
     command = [sys.executable, "-m", "benchmarks", "--size", "tiny", "--only", dialect, "--rounds", "1", "--no-peers"]
     command += ["--scenario", ",".join(scenarios), "--setting", *set(scenarios.values()), "--json", str(kept)]

@@ -1,7 +1,7 @@
-"""A broker that is away costs no attempt and no UPDATE, and the relay is back at work soon after its return.
+"""An unavailable broker costs no attempt and no UPDATE, and the relay resumes soon after its return.
 
-``OUTBOXIO_TEST_BROKER_AWAY=60 OUTBOXIO_TEST_FULL_SIZE=1 pytest tests/brokers/test_broker_away.py -s`` is the
-large size, and prints the rate before and after.
+``OUTBOXIO_TEST_BROKER_AWAY=60 OUTBOXIO_TEST_FULL_SIZE=1 pytest tests/brokers/test_broker_away.py -s`` runs the full
+size, and prints the rate before and after.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ async def count(outbox: Outbox, number: int) -> None:
 
 @pytest.mark.real_time("shows that nothing changes while a broker is away for seconds")
 @pytest.mark.parametrize("kind", sorted(KINDS))
-async def test_a_broker_that_is_away_costs_no_attempt_and_no_update(
+async def test_an_unavailable_broker_costs_no_attempt_and_no_update(
     kind: str, postgres_url: str, tmp_path: Path
 ) -> None:
     look = Look(postgres_url)
@@ -68,7 +68,7 @@ async def test_a_broker_that_is_away_costs_no_attempt_and_no_update(
 
 
 async def places(look: Look) -> dict[Any, Any]:
-    """The physical place of each waiting row, which an UPDATE changes."""
+    """The physical location of each waiting row, which an UPDATE changes."""
     rows = await look.fetch("SELECT id, ctid::text AS place FROM {event_notifications} WHERE state = 'PENDING'")
     return {row["id"]: row["place"] for row in rows}
 
@@ -78,7 +78,7 @@ async def waits(look: Look, number: int) -> bool:
 
 
 async def drained(look: Look, number: int) -> float:
-    """The seconds until so many events are sent."""
+    """The seconds until this many events are sent."""
     begun = time.monotonic()
 
     async def sent() -> bool:

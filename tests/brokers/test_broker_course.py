@@ -1,7 +1,7 @@
-"""Events travel through a broker into a second database, each once and in order, whatever is killed meanwhile.
+"""Events reach another database through a broker, each once and in order, whichever process is killed.
 
-``OUTBOXIO_TEST_BROKER_EVENTS=50000 OUTBOXIO_TEST_FULL_SIZE=1 pytest tests/brokers/test_broker_course.py -s`` is the
-large size, and prints what happened.
+``OUTBOXIO_TEST_BROKER_EVENTS=50000 OUTBOXIO_TEST_FULL_SIZE=1 pytest tests/brokers/test_broker_course.py -s`` runs the
+full size, and prints the results.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from tests.kit.broker_kinds import KINDS
 EVENTS = int(os.environ.get("OUTBOXIO_TEST_BROKER_EVENTS", "1000"))
 
 
-@pytest.mark.timeout(600)  # RabbitMQ needs some seconds for each of its starts, and more on a busy machine
+@pytest.mark.timeout(600)  # RabbitMQ needs some seconds for each start, and more on a busy machine
 @pytest.mark.parametrize("kind", sorted(KINDS))
-async def test_each_event_arrives_once_and_in_order_whatever_is_killed(
+async def test_each_event_arrives_once_and_in_order_despite_kills(
     kind: str, postgres_url: str, second_url: str, tmp_path: Path
 ) -> None:
     plan = Plan(events=EVENTS, keys=max(50, EVENTS // 100), longest=500 if EVENTS <= 2000 else 3600)
@@ -33,17 +33,17 @@ SENT = [("a", 0), ("b", 0), ("a", 1), ("b", 1), ("a", 2)]
 
 
 @pytest.mark.parametrize(
-    ("received", "told"),
+    ("received", "expected"),
     [
         (SENT, []),
-        ([("b", 0), ("b", 1), ("a", 0), ("a", 1), ("a", 2)], []),  # the order between keys is open
+        ([("b", 0), ("b", 1), ("a", 0), ("a", 1), ("a", 2)], []),  # there is no order between keys
         (SENT[:-1], ["a: lost [2]"]),
         ([*SENT, ("b", 1)], ["b: came twice [1]"]),
         ([*SENT, ("b", 5)], ["b: never sent [5]"]),
         ([("a", 1), ("a", 0), ("a", 2), ("b", 0), ("b", 1)], ["a: 0 came after 1"]),
     ],
 )
-def test_the_judge_finds_what_is_lost_double_foreign_or_swapped(
-    received: list[tuple[str, int]], told: list[str]
+def test_the_checker_finds_lost_duplicate_unknown_and_swapped_events(
+    received: list[tuple[str, int]], expected: list[str]
 ) -> None:
-    assert violations(SENT, received) == told
+    assert violations(SENT, received) == expected

@@ -1,4 +1,4 @@
-"""What the relay to NATS takes for an acknowledgement, and which subjects it publishes to, on a real server."""
+"""Which replies the NATS relay accepts as acknowledgements, and which subjects it publishes to, on a real server."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def outbox(make_outbox: MakeOutbox) -> Outbox:
 
 @pytest.fixture
 async def add(outbox: Outbox) -> AsyncIterator[Callable[..., NatsRelay]]:
-    """Adds a relay to the outbox; the relay is closed at the end, also if a test has cancelled the outbox."""
+    """Adds a relay to the outbox and closes it at the end, even if a test cancelled the outbox."""
     added: list[NatsRelay] = []
 
     def add(servers: Any, **options: Any) -> NatsRelay:
@@ -57,7 +57,7 @@ async def add(outbox: Outbox) -> AsyncIterator[Callable[..., NatsRelay]]:
 
 @asynccontextmanager
 async def replying(server: NatsServer, data: bytes, subject: str = "notes.>") -> AsyncIterator[list[Msg]]:
-    """A subscriber of core NATS that replies to every message; the messages that it has received."""
+    """A subscriber of core NATS that replies to every message; yields the received messages."""
     got: list[Msg] = []
 
     async def reply(message: Msg) -> None:
@@ -92,7 +92,7 @@ async def replying(server: NatsServer, data: bytes, subject: str = "notes.>") ->
     ],
 )
 @pytest.mark.parametrize("named", [None, "WANTED"])
-async def test_a_reply_of_another_subscriber_is_no_acknowledgement(
+async def test_a_reply_of_another_subscriber_is_not_an_acknowledgement(
     named: str | None, reply: bytes, outbox: Outbox, add: Add, broker: NatsServer, look: Look
 ) -> None:
     add(broker.url, stream=named, publish_timeout=0.3, retry=RetryPolicy(base="1h"))
@@ -102,7 +102,7 @@ async def test_a_reply_of_another_subscriber_is_no_acknowledgement(
         [row] = await look.notifications()
         assert len(got) == 1
     assert (row["state"], row["attempts"]) == ("FAILED", 1)
-    assert "no stream takes the subject 'notes.Noted'" in row["errors"]
+    assert "no stream matches the subject 'notes.Noted'" in row["errors"]
 
 
 REFUSED = b'{"error": {"code": 400, "err_code": 10060, "description": "no"}, "stream": "NOTES", "seq": 0}'
@@ -125,7 +125,7 @@ REFUSED = b'{"error": {"code": 400, "err_code": 10060, "description": "no"}, "st
         (b"ok", {"Status": "503"}, None),
     ],
 )
-def test_only_replies_of_jetstream_are_answers(data: bytes, headers: Any, answer: Any) -> None:
+def test_only_jetstream_replies_are_acknowledgements(data: bytes, headers: Any, answer: Any) -> None:
     reply = Msg(_client=Client(), subject="_INBOX.x", data=data, headers=headers)
     assert acknowledgement_of(None)(reply) == acknowledgement_of("NOTES")(reply) == answer
     assert acknowledgement_of("OTHER")(reply) == (None if answer == "NOTES" else answer)
@@ -148,7 +148,7 @@ async def has_received(got: list[Msg], number: int) -> bool:
     return len(got) == number
 
 
-async def test_a_name_of_an_existing_stream_is_no_acknowledgement_for_other_subjects(
+async def test_a_wrong_stream_name_is_not_an_acknowledgement(
     outbox: Outbox, add: Add, broker: NatsServer, look: Look
 ) -> None:
     add(broker.url, subject="elsewhere.{event_type}", retry=RetryPolicy(base="1h"))
@@ -157,10 +157,10 @@ async def test_a_name_of_an_existing_stream_is_no_acknowledgement_for_other_subj
         await outbox.drain()
     [row] = await look.notifications()
     assert row["state"] == "FAILED"
-    assert "a reply names the stream 'NOTES', which the server does not have for this subject" in row["errors"]
+    assert "the stream 'NOTES' acknowledged it, but does not match the subject on this server" in row["errors"]
 
 
-async def test_a_stream_that_takes_a_further_subject_is_noticed(
+async def test_a_stream_that_adds_a_subject_is_detected(
     outbox: Outbox, add: Add, broker: NatsServer, look: Look
 ) -> None:
     add(broker.url, subject="{model_type}.x")
@@ -184,7 +184,7 @@ async def test_a_mapped_subject_needs_the_name_of_its_stream(
             await outbox.drain()
     rows = {row["handler_name"]: row for row in await look.notifications()}
     assert rows["named"]["state"] == "SUCCEEDED"
-    assert "give the relay stream='NOTES'" in rows["unnamed"]["errors"]
+    assert "pass stream='NOTES'" in rows["unnamed"]["errors"]
 
 
 async def test_a_user_who_may_not_read_streams_can_publish(
@@ -204,16 +204,16 @@ async def test_a_user_who_may_not_read_streams_can_publish(
     assert await succeeded(look, 1)
 
 
-async def test_a_silent_subscriber_blocks_no_other_subject(
+async def test_an_unresponsive_subscriber_blocks_no_other_subject(
     outbox: Outbox, add: Add, broker: NatsServer, look: Look
 ) -> None:
     add(broker.url, subject="{model_type}.x", publish_timeout=0.3, retry=RetryPolicy(base="1h"))
     client = await nats.connect(broker.url)
-    await client.subscribe("heard.>")
+    await client.subscribe("seen.>")
     await is_subscribed(client)
     async with stream(broker):
         async with outbox.transaction("note") as tx:
-            tx.emit(Noted(1), model_type="heard")
+            tx.emit(Noted(1), model_type="seen")
             tx.emit(Noted(2), model_type="notes")
         await outbox.drain()
     await client.close()
@@ -237,7 +237,7 @@ async def test_a_late_reply_acknowledges_no_later_message(broker: NatsServer) ->
 
 @asynccontextmanager
 async def listening(server: NatsServer, subject: str) -> AsyncIterator[list[Msg]]:
-    """A subscriber that replies nothing."""
+    """A subscriber that never replies."""
     client = await nats.connect(server.url)
     got: list[Msg] = []
 
@@ -255,7 +255,7 @@ async def listening(server: NatsServer, subject: str) -> AsyncIterator[list[Msg]
 @pytest.mark.parametrize(
     "value", ["$JS.API.STREAM.PURGE.NOTES", "$SYS.REQ.SERVER.PING", "_INBOX.a", "_R_.x", "$KV.b.k"]
 )
-def test_a_value_never_makes_a_subject_of_the_server(value: str) -> None:
+def test_a_value_never_creates_a_system_subject(value: str) -> None:
     one = relay("nats://localhost", subject="{model_id}")
     two = relay("nats://localhost", subject="{event_type}", format="debezium")
     subject = one.destination_of(message(model_id=value))
@@ -272,6 +272,6 @@ def message(**values: Any) -> Message:
     )  # fmt: skip
 
 
-def test_a_template_may_name_a_bucket_of_keys_and_values() -> None:
+def test_a_template_may_name_a_key_value_bucket() -> None:
     one = relay("nats://localhost", subject="$KV.bucket.{model_id}")
     assert one.destination_of(message(model_id="$JS")) == "$KV.bucket.$JS"

@@ -1,4 +1,4 @@
-"""The inbox of a stream of NATS JetStream, on a real server."""
+"""The inbox of a NATS JetStream stream, on a real server."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ async def acknowledged(jetstream: Any, durable: str = "audit") -> bool:
     return not info.num_pending and not info.num_ack_pending
 
 
-async def test_messages_that_come_while_the_inbox_runs_are_stored(
+async def test_messages_that_arrive_while_the_inbox_runs_are_stored(
     outbox: Outbox, broker: NatsServer, look: Look
 ) -> None:
     async with stream(broker) as jetstream, inbox(outbox, broker.url, batch=3).running():
@@ -102,7 +102,7 @@ async def test_messages_that_come_while_the_inbox_runs_are_stored(
         assert await numbers(look) == list(range(10))
 
 
-async def test_poison_is_ended_told_and_blocks_nothing(
+async def test_poison_is_terminated_reported_and_blocks_nothing(
     outbox: Outbox, broker: NatsServer, look: Look, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with stream(broker) as jetstream:
@@ -118,15 +118,13 @@ async def test_poison_is_ended_told_and_blocks_nothing(
         assert (receiver.received, receiver.refused) == (2, 4)
         assert (await jetstream.consumer_info("NOTES", "audit")).num_redelivered == 0
     assert await numbers(look) == [1, 2]
-    told = [record.getMessage() for record in caplog.records]
-    assert [f"refuses message NOTES/{number}, which cannot be stored" in line for number, line in
-            zip((2, 3, 4, 5), told, strict=True)] == [True] * 4  # fmt: skip
-    assert "it names no event type" in told[3]
+    messages = [record.getMessage() for record in caplog.records]
+    assert [f"rejected message NOTES/{number}, which can never be stored" in line for number, line in
+            zip((2, 3, 4, 5), messages, strict=True)] == [True] * 4  # fmt: skip
+    assert "it has no event type" in messages[3]
 
 
-async def test_a_message_without_an_id_is_known_by_its_place_in_the_stream(
-    outbox: Outbox, broker: NatsServer, look: Look
-) -> None:
+async def test_a_message_without_an_id_gets_its_stream_sequence(outbox: Outbox, broker: NatsServer, look: Look) -> None:
     async with stream(broker) as jetstream:
         await jetstream.publish("notes.x", b'{"number": 5}')
         for durable in ("audit", "again"):
@@ -137,7 +135,7 @@ async def test_a_message_without_an_id_is_known_by_its_place_in_the_stream(
     assert (row["source"], row["external_id"]) == ("nats:NOTES", "NOTES/1")
 
 
-async def test_inboxes_with_one_durable_share_the_messages(make_outbox: MakeOutbox, broker: NatsServer) -> None:
+async def test_inboxes_with_the_same_durable_share_the_messages(make_outbox: MakeOutbox, broker: NatsServer) -> None:
     async with stream(broker) as jetstream, AsyncExitStack() as stack:
         outbox = await make_outbox()
         inboxes = [inbox(outbox, broker.url, batch=5) for _ in range(3)]
@@ -148,7 +146,7 @@ async def test_inboxes_with_one_durable_share_the_messages(make_outbox: MakeOutb
         assert sum(one.received for one in inboxes) == 100
 
 
-async def test_an_ordered_inbox_keeps_the_order_although_a_consumer_died_with_messages_in_hand(
+async def test_an_ordered_inbox_keeps_order_after_a_consumer_died(
     outbox: Outbox, broker: NatsServer, look: Look
 ) -> None:
     async with stream(broker) as jetstream:
@@ -158,14 +156,14 @@ async def test_an_ordered_inbox_keeps_the_order_although_a_consumer_died_with_me
         await publish(jetstream, *range(50, 90))
         dying = await jetstream.pull_subscribe("notes.>", durable="audit", stream="NOTES")
         taken = await dying.fetch(20)  # and neither stored nor acknowledged
-        await taken[3].ack()  # which the inbox takes as its own, and receives once more
+        await taken[3].ack()  # the inbox uses this consumer, and receives the message again
         await dying.unsubscribe()
         async with inbox(outbox, broker.url, ordered=True, batch=10).running():
             await eventually(lambda: acknowledged(jetstream))
     assert await numbers(look) == list(range(90))
 
 
-async def test_the_end_of_the_block_stores_and_acknowledges_what_is_in_hand(
+async def test_leaving_the_block_stores_and_acknowledges_pending_messages(
     outbox: Outbox, broker: NatsServer, look: Look
 ) -> None:
     async with stream(broker) as jetstream:
@@ -173,7 +171,7 @@ async def test_the_end_of_the_block_stores_and_acknowledges_what_is_in_hand(
         receiver = inbox(outbox, broker.url, batch=7)
         async with receiver.running():
             await eventually(lambda: receiver.received > 0)
-        await eventually(lambda: none_in_hand(jetstream))  # the server takes in acknowledgements a little later
+        await eventually(lambda: none_in_hand(jetstream))  # the server processes acknowledgements a little later
         info = await jetstream.consumer_info("NOTES", "audit")
         assert await numbers(look) == list(range(info.delivered.stream_seq))
 
@@ -182,7 +180,7 @@ async def none_in_hand(jetstream: Any) -> bool:
     return (await jetstream.consumer_info("NOTES", "audit")).num_ack_pending == 0
 
 
-async def test_an_inbox_waits_for_its_broker_and_for_its_stream(
+async def test_an_inbox_waits_for_its_broker_and_stream(
     outbox: Outbox, tmp_path: Path, look: Look, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = NatsServer(tmp_path / "nats")
@@ -215,25 +213,25 @@ async def test_a_failure_of_the_application_ends_the_inbox(outbox: Outbox, broke
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"stream": "a b"}, "stream is 'a b'"),
         ({"durable": ""}, "durable is ''"),
         ({"start": "last"}, "start is 'last'"),
-        ({"ordered": True, "start": "new"}, "going back could miss messages"),
+        ({"ordered": True, "start": "new"}, "could miss messages"),
         ({"batch": 0}, "batch is 0"),
     ],
 )
-async def test_options_that_make_no_sense_are_refused(options: dict[str, Any], told: str, outbox: Outbox) -> None:
-    with pytest.raises(ConfigurationError, match=told):
+async def test_meaningless_options_are_refused(options: dict[str, Any], message: str, outbox: Outbox) -> None:
+    with pytest.raises(ConfigurationError, match=message):
         inbox(outbox, "nats://localhost", **options)
 
 
 @pytest.mark.parametrize("reply", ["mine", ""])  # the server itself refuses $JS.ACK as a reply subject of clients
-async def test_a_message_that_jetstream_has_not_delivered_is_ignored(
+async def test_a_message_not_delivered_by_jetstream_is_ignored(
     reply: str, outbox: Outbox, broker: NatsServer, look: Look, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A stranger answers a pull; to acknowledge would publish to a subject of the stranger's choice."""
+    """Another client answers a pull; an acknowledgement would be published to a subject of its choice."""
     stranger = await nats.connect(broker.url)
     acknowledgements: list[Any] = []
     answered = asyncio.Event()
@@ -257,5 +255,5 @@ async def test_a_message_that_jetstream_has_not_delivered_is_ignored(
     await stranger.close()
     assert await numbers(look) == [1, 2]
     assert acknowledgements == []
-    assert "that JetStream has not delivered" in caplog.text
-    assert "has lost its broker" not in caplog.text
+    assert "that JetStream did not deliver" in caplog.text
+    assert "connection to the broker lost" not in caplog.text

@@ -42,7 +42,7 @@ async def outbox(make_outbox: MakeOutbox) -> Outbox:
 
 @pytest.fixture
 async def add(outbox: Outbox) -> AsyncIterator[Callable[..., NatsRelay]]:
-    """Adds a relay to the outbox; the relay is closed at the end, also if a test has cancelled the outbox."""
+    """Adds a relay to the outbox and closes it at the end, even if a test cancelled the outbox."""
     added: list[NatsRelay] = []
 
     def add(servers: Any, **options: Any) -> NatsRelay:
@@ -55,7 +55,7 @@ async def add(outbox: Outbox) -> AsyncIterator[Callable[..., NatsRelay]]:
         await one.close()
 
 
-async def test_each_event_is_a_message_with_the_attributes_of_cloudevents(
+async def test_each_event_is_a_message_with_cloudevents_attributes(
     outbox: Outbox, add: Add, broker: NatsServer
 ) -> None:
     add(broker.url)
@@ -75,9 +75,7 @@ async def test_each_event_is_a_message_with_the_attributes_of_cloudevents(
     assert headers["Nats-Msg-Id"] == headers["ce-id"]
 
 
-async def test_a_message_that_is_sent_again_is_stored_once(
-    outbox: Outbox, add: Add, broker: NatsServer, look: Look
-) -> None:
+async def test_a_message_sent_again_is_stored_once(outbox: Outbox, add: Add, broker: NatsServer, look: Look) -> None:
     add(broker.url)
     async with stream(broker) as jetstream:
         await note(outbox, 1, 2, 3)
@@ -89,7 +87,7 @@ async def test_a_message_that_is_sent_again_is_stored_once(
 
 
 async def row_of(look: Look, ends: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-    """The only notification, when it has ended so."""
+    """The only notification, once it has this outcome."""
 
     async def has_ended() -> bool:
         rows = await look.notifications()
@@ -99,21 +97,21 @@ async def row_of(look: Look, ends: Callable[[dict[str, Any]], bool]) -> dict[str
     return (await look.notifications())[0]
 
 
-async def test_a_subject_without_a_stream_is_tried_again_and_says_so(
+async def test_a_subject_without_a_stream_is_retried_and_reported(
     outbox: Outbox, add: Add, broker: NatsServer, look: Look
 ) -> None:
     add(broker.url, retry=RetryPolicy(base=0.01, cap=0.01))
     await note(outbox, 1)
     async with outbox.running():
         row = await row_of(look, lambda row: row["attempts"] >= 2)
-        assert "no stream takes the subject 'notes.Noted'" in row["errors"]
+        assert "no stream matches the subject 'notes.Noted'" in row["errors"]
         async with stream(broker) as jetstream:
             await eventually(lambda: succeeded(look, 1))
             assert numbers_of(await stored(jetstream)) == [1]
 
 
 @pytest.mark.parametrize("where", ["server", "stream"])
-async def test_a_message_that_is_too_large_is_dead_and_blocks_nothing(
+async def test_an_oversized_message_is_dead_and_blocks_nothing(
     where: str, outbox: Outbox, add: Add, broker: NatsServer, look: Look
 ) -> None:
     add(broker.url)
@@ -127,10 +125,10 @@ async def test_a_message_that_is_too_large_is_dead_and_blocks_nothing(
             await eventually(lambda: succeeded(look, 2))
         assert numbers_of(await stored(jetstream)) == [1, 3]
     [row] = [row for row in await look.notifications() if row["state"] == "DEAD"]
-    assert ("the server takes 1048576" if where == "server" else "message size exceeds") in row["errors"]
+    assert ("the server accepts at most 1048576" if where == "server" else "message size exceeds") in row["errors"]
 
 
-async def test_a_full_stream_uses_up_attempts_and_names_the_reason(
+async def test_a_full_stream_uses_attempts_and_names_the_reason(
     outbox: Outbox, add: Add, broker: NatsServer, look: Look
 ) -> None:
     add(broker.url, retry=RetryPolicy(max_attempts=2, base=0.01))
@@ -155,9 +153,7 @@ async def test_order_holds_within_each_key(outbox: Outbox, add: Add, broker: Nat
         assert [number for number in got if number % 3 == key] == list(range(key, 60, 3))
 
 
-async def test_events_that_came_through_the_inbox_do_not_leave_again(
-    outbox: Outbox, add: Add, broker: NatsServer
-) -> None:
+async def test_events_from_the_inbox_are_not_relayed_again(outbox: Outbox, add: Add, broker: NatsServer) -> None:
     add(broker.url)
     async with stream(broker) as jetstream:
         await outbox.inbox.receive(source="/other", external_id="1", type="Noted", payload={"number": 1})
@@ -166,9 +162,7 @@ async def test_events_that_came_through_the_inbox_do_not_leave_again(
         assert numbers_of(await stored(jetstream)) == [2]
 
 
-async def test_the_outbox_closes_the_connection_that_the_relay_opened(
-    make_outbox: MakeOutbox, broker: NatsServer
-) -> None:
+async def test_the_outbox_closes_the_relays_own_connection(make_outbox: MakeOutbox, broker: NatsServer) -> None:
     outbox = await make_outbox()
     outbox.add_handler(one := relay(broker.url))
     async with stream(broker) as jetstream:
@@ -181,7 +175,7 @@ async def test_the_outbox_closes_the_connection_that_the_relay_opened(
         assert numbers_of(await stored(jetstream)) == [1]
 
 
-async def test_a_client_that_was_given_stays_open(outbox: Outbox, add: Add, broker: NatsServer) -> None:
+async def test_a_user_supplied_client_stays_open(outbox: Outbox, add: Add, broker: NatsServer) -> None:
     async with stream(broker) as jetstream:
         client = await nats.connect(broker.url)
         given = add(client)
@@ -195,25 +189,25 @@ async def test_a_client_that_was_given_stays_open(outbox: Outbox, add: Add, brok
 
 @pytest.mark.parametrize("connect", [{"user": "app", "password": "wrong"}, {}, {"token": "t"}])
 async def test_wrong_credentials_have_a_clear_reason(connect: dict[str, Any], tmp_path: Path) -> None:
-    told = r"relay 'to-nats' has no connection to NATS .*Authorization"
+    reason = r"relay 'to-nats' has no connection to NATS .*Authorization"
     with nats_server(tmp_path / "nats", "authorization { user: app, password: right }") as server:
         one = relay(server.url, connect=connect)
-        with pytest.raises(ConnectionError, match=told):
+        with pytest.raises(ConnectionError, match=reason):
             await one.connect()
 
 
-async def test_a_certificate_that_does_not_fit_has_a_clear_reason(tmp_path: Path) -> None:
+async def test_a_certificate_mismatch_has_a_clear_reason(tmp_path: Path) -> None:
     programs.need("openssl")
     made = certificate(tmp_path, "elsewhere.example")
     tls = f'tls {{ cert_file: "{made}", key_file: "{made.with_suffix(".key")}" }}'
     with nats_server(tmp_path / "nats", tls) as server:
-        for trusts, told in ((None, "self-signed certificate"), (str(made), "not valid for '127.0.0.1'")):
+        for trusts, reason in ((None, "self-signed certificate"), (str(made), "not valid for '127.0.0.1'")):
             context = ssl.create_default_context(cafile=trusts)
-            with pytest.raises(ConnectionError, match=told):
+            with pytest.raises(ConnectionError, match=reason):
                 await relay(server.url, connect={"tls": context}).connect()
 
 
-async def test_a_reason_has_no_password() -> None:
+async def test_the_reason_contains_no_password() -> None:
     secret = relay(f"nats://app:geheim@127.0.0.1:{free_port()}")
     with pytest.raises(ConnectionError, match=r"\*\*\*@127.0.0.1") as raised:
         await secret.connect()
@@ -221,9 +215,7 @@ async def test_a_reason_has_no_password() -> None:
     assert "Connect call failed" in str(raised.value)
 
 
-async def test_wrong_credentials_use_no_attempt_until_they_are_right(
-    outbox: Outbox, add: Add, tmp_path: Path, look: Look
-) -> None:
+async def test_wrong_credentials_use_no_attempt(outbox: Outbox, add: Add, tmp_path: Path, look: Look) -> None:
     with nats_server(tmp_path / "nats", "authorization { user: app, password: old }") as server:
         calls = 0
 
@@ -246,7 +238,7 @@ async def test_wrong_credentials_use_no_attempt_until_they_are_right(
             await eventually(lambda: succeeded(look, 1))
 
 
-async def test_a_subject_that_the_user_may_not_publish_to_blocks_no_other_subject(
+async def test_a_forbidden_subject_blocks_no_other_subject(
     outbox: Outbox, add: Add, tmp_path: Path, look: Look
 ) -> None:
     allowed = 'authorization { users: [{ user: app, password: a, permissions: { publish: { deny: "notes.Other" } } }] }'
@@ -270,7 +262,7 @@ async def dead(look: Look) -> bool:
     return (await look.states()).get("DEAD", 0) == 1
 
 
-async def test_a_broker_that_is_away_uses_no_attempt_and_work_goes_on_when_the_broker_is_back(
+async def test_an_unavailable_broker_uses_no_attempt_and_work_resumes(
     outbox: Outbox, add: Add, tmp_path: Path, look: Look
 ) -> None:
     with nats_server(tmp_path / "nats") as server:
@@ -312,12 +304,12 @@ async def rows(look: Look, number: int) -> bool:
         "_INBOX.x",
     ],
 )
-def test_a_template_that_makes_no_subject_is_refused(subject: str) -> None:
+def test_an_invalid_subject_template_is_refused(subject: str) -> None:
     with pytest.raises(ConfigurationError, match="subject"):
         relay("nats://localhost", subject=subject)
 
 
-def test_without_the_extra_the_error_names_the_remedy() -> None:
+def test_without_the_extra_the_error_names_the_package() -> None:
     code = "import sys; sys.modules['nats'] = None; import outboxio.integrations.nats"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert "ConfigurationError: outboxio.integrations.nats needs nats-py: pip install 'outboxio[nats]'" in run.stderr

@@ -1,4 +1,4 @@
-"""The brokers that tests start: they answer, keep messages over a stop and a crash, and come back on the same port."""
+"""The brokers started by tests keep messages over a stop and a crash, and restart on the same port."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import redis.asyncio as client
 from tests.kit.brokers import OwnNats, OwnRabbitmq, OwnRedis
 
 
-async def test_redis_keeps_its_streams_over_a_crash(own_redis: OwnRedis) -> None:
+async def test_redis_keeps_its_streams_after_a_crash(own_redis: OwnRedis) -> None:
     name = own_redis.fresh_name()
     async with client.Redis.from_url(own_redis.url) as connection:
         await connection.xadd(name, {"a": "b"})
@@ -17,7 +17,7 @@ async def test_redis_keeps_its_streams_over_a_crash(own_redis: OwnRedis) -> None
         assert await connection.xlen(name) == 1
 
 
-async def test_nats_keeps_its_streams_over_a_crash(own_nats: OwnNats) -> None:
+async def test_nats_keeps_its_streams_after_a_crash(own_nats: OwnNats) -> None:
     import nats
 
     name = own_nats.fresh_name()
@@ -32,7 +32,7 @@ async def test_nats_keeps_its_streams_over_a_crash(own_nats: OwnNats) -> None:
     await connection.close()
 
 
-async def test_rabbitmq_keeps_its_queues_over_a_crash(own_rabbitmq: OwnRabbitmq) -> None:
+async def test_rabbitmq_keeps_its_queues_after_a_crash(own_rabbitmq: OwnRabbitmq) -> None:
     import aio_pika
 
     name = own_rabbitmq.fresh_name()

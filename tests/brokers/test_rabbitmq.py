@@ -34,7 +34,7 @@ class Noted(Event):
 
 
 class Place:
-    """An exchange, and a queue with dead letters, of a single test."""
+    """An exchange, and a queue with dead letters, for a single test."""
 
     def __init__(self, channel: Any, name: str) -> None:
         self.channel = channel
@@ -100,7 +100,7 @@ async def outbox(make_outbox: MakeOutbox) -> Outbox:
 
 @pytest.fixture
 async def add(outbox: Outbox) -> AsyncIterator[Callable[..., RabbitRelay]]:
-    """Adds a relay to the outbox; the relay is closed at the end."""
+    """Adds a relay to the outbox and closes it at the end."""
     added: list[RabbitRelay] = []
 
     def add(server: Any, **options: Any) -> RabbitRelay:
@@ -130,7 +130,7 @@ async def stored(look: Look) -> list[int]:
     return [json.loads(row["payload"])["number"] for row in await look.events() if row["event_type"] == "Noted"]
 
 
-async def test_each_event_is_a_persistent_message_with_the_attributes_of_cloudevents(
+async def test_each_event_is_a_persistent_cloudevents_message(
     outbox: Outbox, add: Add, rabbitmq: Broker, place: Place
 ) -> None:
     add(rabbitmq.url, exchange=place.name)
@@ -150,7 +150,7 @@ async def test_events_of_a_key_keep_their_order(outbox: Outbox, add: Add, rabbit
     assert numbers_of(await place.messages()) == list(range(300))
 
 
-async def test_a_message_that_no_queue_takes_is_tried_again_and_told(
+async def test_an_unroutable_message_is_retried_and_reported(
     outbox: Outbox, add: Add, rabbitmq: Broker, place: Place, look: Look, caplog: pytest.LogCaptureFixture
 ) -> None:
     add(rabbitmq.url, exchange=place.name, routing_key="nowhere", retry=RetryPolicy(base="1h"))
@@ -158,7 +158,7 @@ async def test_a_message_that_no_queue_takes_is_tried_again_and_told(
     await outbox.drain()
     [row] = await look.notifications()
     assert (row["state"], row["attempts"]) == ("FAILED", 1)
-    assert "no queue takes the routing key 'nowhere'" in caplog.text
+    assert "no queue receives the routing key 'nowhere'" in caplog.text
 
 
 async def test_a_queue_of_another_client_gets_no_event(
@@ -193,7 +193,7 @@ async def test_a_message_in_the_queue_of_an_alternate_exchange_is_stored(
     assert numbers_of(await place.messages()) == [2]
 
 
-async def test_a_missing_exchange_is_told(
+async def test_a_missing_exchange_is_reported(
     outbox: Outbox, add: Add, rabbitmq: Broker, look: Look, caplog: pytest.LogCaptureFixture
 ) -> None:
     add(rabbitmq.url, exchange="missing", retry=RetryPolicy(base="1h"))
@@ -201,10 +201,10 @@ async def test_a_missing_exchange_is_told(
     await outbox.drain()
     [row] = await look.notifications()
     assert row["attempts"] == 1
-    assert "RabbitMQ refuses the exchange 'missing'" in caplog.text
+    assert "RabbitMQ refused the exchange 'missing'" in caplog.text
 
 
-async def test_a_message_that_is_too_large_is_dead_and_its_batch_arrives(
+async def test_an_oversized_message_is_dead_and_its_batch_arrives(
     outbox: Outbox, add: Add, own_rabbitmq: OwnRabbitmq, look: Look, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with place_at(own_rabbitmq) as place:
@@ -217,35 +217,35 @@ async def test_a_message_that_is_too_large_is_dead_and_its_batch_arrives(
     assert numbers == set(range(20)) - {7}
     dead = [row for row in await look.notifications() if row["state"] == "DEAD"]
     assert len(dead) == 1
-    assert "RabbitMQ takes 1048576" in caplog.text
+    assert "RabbitMQ accepts at most 1048576" in caplog.text
 
 
-async def test_wrong_credentials_use_up_no_attempt(
+async def test_wrong_credentials_use_no_attempt(
     outbox: Outbox, add: Add, own_rabbitmq: OwnRabbitmq, look: Look, caplog: pytest.LogCaptureFixture
 ) -> None:
-    add(own_rabbitmq.url_of_a_stranger, exchange="any")
+    add(own_rabbitmq.url_with_wrong_password, exchange="any")
     await note(outbox, 1)
     async with outbox.running():
-        await eventually(lambda: told(caplog, "has no connection to RabbitMQ"))
+        await eventually(lambda: was_logged(caplog, "has no connection to RabbitMQ"))
     assert [(row["state"], row["attempts"]) for row in await look.notifications()] == [("PENDING", 0)]
     assert "wrong" not in caplog.text
 
 
-async def told(caplog: pytest.LogCaptureFixture, words: str) -> bool:
+async def was_logged(caplog: pytest.LogCaptureFixture, words: str) -> bool:
     return words in caplog.text
 
 
-async def test_a_certificate_that_nobody_trusts_uses_up_no_attempt(
+async def test_an_untrusted_certificate_uses_no_attempt(
     outbox: Outbox, add: Add, own_rabbitmq: OwnRabbitmq, look: Look, caplog: pytest.LogCaptureFixture
 ) -> None:
     add(own_rabbitmq.tls_url, exchange="any")
     await note(outbox, 1)
     async with outbox.running():
-        await eventually(lambda: told(caplog, "CERTIFICATE_VERIFY_FAILED"))
+        await eventually(lambda: was_logged(caplog, "CERTIFICATE_VERIFY_FAILED"))
     assert [row["attempts"] for row in await look.notifications()] == [0]
 
 
-async def test_events_travel_with_tls(outbox: Outbox, add: Add, own_rabbitmq: OwnRabbitmq) -> None:
+async def test_events_are_sent_over_tls(outbox: Outbox, add: Add, own_rabbitmq: OwnRabbitmq) -> None:
     trusting = ssl.create_default_context(cafile=str(own_rabbitmq.certificate))
     async with place_at(own_rabbitmq) as place:
         add(own_rabbitmq.tls_url, exchange=place.name, connect={"ssl_context": trusting})
@@ -254,7 +254,7 @@ async def test_events_travel_with_tls(outbox: Outbox, add: Add, own_rabbitmq: Ow
         assert numbers_of(await place.messages()) == [1]
 
 
-async def test_a_relay_and_an_inbox_go_on_after_the_broker_was_away(
+async def test_relay_and_inbox_continue_after_a_broker_outage(
     outbox: Outbox, add: Add, own_rabbitmq: OwnRabbitmq, look: Look
 ) -> None:
     async with place_at(own_rabbitmq) as place:
@@ -305,27 +305,27 @@ async def test_poison_goes_to_the_dead_letters_and_blocks_nothing(
     assert inbox.refused == 2
 
 
-async def test_an_inbox_that_may_not_enter_says_why_and_loses_nothing(
+async def test_an_inbox_without_access_reports_why_and_loses_nothing(
     outbox: Outbox, own_rabbitmq: OwnRabbitmq, look: Look, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with place_at(own_rabbitmq) as place:
         await place.send(1, 2)
         try:
-            async with RabbitInbox(outbox, own_rabbitmq.url_of_a_stranger, queue=place.name).running():
-                await eventually(lambda: told(caplog, "ACCESS_REFUSED"))
+            async with RabbitInbox(outbox, own_rabbitmq.url_with_wrong_password, queue=place.name).running():
+                await eventually(lambda: was_logged(caplog, "ACCESS_REFUSED"))
                 assert await stored(look) == []
-                # Now the password of the inbox is the right one.
+                # The password of the inbox is correct now.
                 await asyncio.to_thread(own_rabbitmq.control, "change_password", USER, "wrong")
                 await eventually(lambda: has(look, [1, 2]))
         finally:
             await asyncio.to_thread(own_rabbitmq.control, "change_password", USER, PASSWORD)
         assert await place.count() == 0
-    assert f"the inbox of queue {place.name} has lost its broker" in caplog.text
+    assert f"inbox of queue {place.name}: connection to the broker lost" in caplog.text
     assert "has no connection to RabbitMQ" in caplog.text
     assert ":wrong@" not in caplog.text
 
 
-async def test_an_inbox_whose_broker_nobody_has_certified_says_why_and_loses_nothing(
+async def test_an_inbox_with_an_untrusted_broker_reports_why(
     outbox: Outbox, own_rabbitmq: OwnRabbitmq, look: Look, caplog: pytest.LogCaptureFixture
 ) -> None:
     trusting = ssl.create_default_context()
@@ -333,7 +333,7 @@ async def test_an_inbox_whose_broker_nobody_has_certified_says_why_and_loses_not
         await place.send(1, 2)
         inbox = RabbitInbox(outbox, own_rabbitmq.tls_url, queue=place.name, connect={"ssl_context": trusting})
         async with inbox.running():
-            await eventually(lambda: told(caplog, "CERTIFICATE_VERIFY_FAILED"))
+            await eventually(lambda: was_logged(caplog, "CERTIFICATE_VERIFY_FAILED"))
             assert await stored(look) == []
             trusting.load_verify_locations(own_rabbitmq.certificate)
             await eventually(lambda: has(look, [1, 2]))
@@ -349,7 +349,7 @@ async def test_two_inboxes_share_a_queue(outbox: Outbox, rabbitmq: Broker, place
     assert one.received + two.received == 60
 
 
-def test_a_routing_key_names_no_queue_of_the_broker() -> None:
+def test_a_routing_key_names_no_internal_queue() -> None:
     with pytest.raises(ConfigurationError, match="belongs to RabbitMQ"):
         RabbitRelay("amqp://localhost/", name="r", types=(Noted,), exchange="", routing_key="amq.gen-{key}")
 
@@ -359,7 +359,7 @@ def test_a_queue_needs_a_name(outbox: Outbox) -> None:
         RabbitInbox(outbox, "amqp://localhost/", queue="")
 
 
-async def test_a_connection_that_was_refused_is_closed() -> None:
+async def test_a_refused_connection_is_closed() -> None:
     """aio-pika would close it when it is collected, which fails in a thread."""
     port = free_port()
     relay = RabbitRelay(f"amqp://127.0.0.1:{port}/", name="r", types=(Noted,), exchange="")

@@ -1,4 +1,4 @@
-"""The relay to a stream of Redis and the inbox of a stream, on a real server."""
+"""The relay to a Redis stream and the inbox of a Redis stream, on a real server."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def outbox(make_outbox: MakeOutbox) -> Outbox:
 
 @pytest.fixture
 async def add(outbox: Outbox) -> AsyncIterator[Add]:
-    """Adds a relay to the outbox; the relay is closed at the end."""
+    """Adds a relay to the outbox and closes it at the end."""
     added: list[RedisRelay] = []
 
     def add(server: Any, **options: Any) -> RedisRelay:
@@ -82,11 +82,11 @@ async def send(store: client.Redis, stream: str, *numbers: int, **changes: Any) 
         await store.xadd(stream, fields | changes)
 
 
-async def told(caplog: pytest.LogCaptureFixture, words: str) -> bool:
+async def was_logged(caplog: pytest.LogCaptureFixture, words: str) -> bool:
     return words in caplog.text
 
 
-async def test_each_event_is_an_entry_with_the_attributes_of_cloudevents(
+async def test_each_event_is_an_entry_with_cloudevents_attributes(
     outbox: Outbox, add: Add, redis: Broker, store: client.Redis, stream: str
 ) -> None:
     add(redis.url, stream=stream)
@@ -119,7 +119,7 @@ async def test_a_stream_keeps_about_maxlen_messages(
     assert 100 <= await store.xlen(stream) <= 300  # Redis removes whole nodes of 100 entries
 
 
-async def test_a_key_that_holds_no_stream_is_told_and_tried_again(
+async def test_a_key_that_is_not_a_stream_is_reported_and_retried(
     outbox: Outbox, add: Add, redis: Broker, store: client.Redis, stream: str, look: Look,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
@@ -128,10 +128,10 @@ async def test_a_key_that_holds_no_stream_is_told_and_tried_again(
     await note(outbox, 1)
     await outbox.drain()
     assert [(row["state"], row["attempts"]) for row in await look.notifications()] == [("FAILED", 1)]
-    assert "the key holds no stream" in caplog.text
+    assert "the key does not hold a stream" in caplog.text
 
 
-async def test_a_message_that_is_too_large_is_dead_and_its_batch_arrives(
+async def test_an_oversized_message_is_dead_and_its_batch_arrives(
     outbox: Outbox, add: Add, own_redis: OwnRedis, look: Look, caplog: pytest.LogCaptureFixture
 ) -> None:
     name = own_redis.fresh_name()
@@ -143,31 +143,31 @@ async def test_a_message_that_is_too_large_is_dead_and_its_batch_arrives(
     async with client.Redis.from_url(own_redis.url) as store:
         assert sorted(await numbers_in(store, name)) == sorted(set(range(20)) - {7})
     assert [row["state"] for row in await look.notifications()].count("DEAD") == 1
-    assert "Redis takes 1048576" in caplog.text
+    assert "Redis accepts at most 1048576" in caplog.text
 
 
-async def test_wrong_credentials_use_up_no_attempt(
+async def test_wrong_credentials_use_no_attempt(
     outbox: Outbox, add: Add, own_redis: OwnRedis, look: Look, caplog: pytest.LogCaptureFixture
 ) -> None:
-    add(own_redis.url_of_a_stranger, stream="any")
+    add(own_redis.url_with_wrong_password, stream="any")
     await note(outbox, 1)
     async with outbox.running():
-        await eventually(lambda: told(caplog, "has no connection to Redis"))
+        await eventually(lambda: was_logged(caplog, "has no connection to Redis"))
     assert [(row["state"], row["attempts"]) for row in await look.notifications()] == [("PENDING", 0)]
     assert ":wrong@" not in caplog.text
 
 
-async def test_a_certificate_that_nobody_trusts_uses_up_no_attempt(
+async def test_an_untrusted_certificate_uses_no_attempt(
     outbox: Outbox, add: Add, own_redis: OwnRedis, look: Look, caplog: pytest.LogCaptureFixture
 ) -> None:
     add(own_redis.tls_url, stream="any")
     await note(outbox, 1)
     async with outbox.running():
-        await eventually(lambda: told(caplog, "CERTIFICATE_VERIFY_FAILED"))
+        await eventually(lambda: was_logged(caplog, "CERTIFICATE_VERIFY_FAILED"))
     assert [row["attempts"] for row in await look.notifications()] == [0]
 
 
-async def test_events_travel_with_tls(outbox: Outbox, add: Add, own_redis: OwnRedis) -> None:
+async def test_events_are_sent_over_tls(outbox: Outbox, add: Add, own_redis: OwnRedis) -> None:
     name = own_redis.fresh_name()
     add(own_redis.tls_url, stream=name, connect={"ssl_ca_certs": str(own_redis.certificate)})
     await note(outbox, 1)
@@ -176,7 +176,7 @@ async def test_events_travel_with_tls(outbox: Outbox, add: Add, own_redis: OwnRe
         assert await numbers_in(store, name) == [1]
 
 
-async def test_a_relay_and_an_inbox_go_on_after_redis_was_away(
+async def test_relay_and_inbox_continue_after_an_outage_of_redis(
     outbox: Outbox, add: Add, own_redis: OwnRedis, look: Look
 ) -> None:
     name = own_redis.fresh_name()
@@ -218,18 +218,18 @@ async def test_poison_is_moved_to_the_dead_stream_and_blocks_nothing(
         await eventually(all_settled)
     dead = [fields for _, fields in await store.xrange(f"{stream}.dead")]
     assert dead[0][b"data"] == b"{broken"
-    assert b"is no JSON" in dead[0][b"outboxio_reason"]
+    assert b"is not valid JSON" in dead[0][b"outboxio_reason"]
     assert dead[1][b"foo"] == b"bar"
     assert (await store.xpending(stream, "g"))["pending"] == 0
 
 
-async def test_poison_stays_pending_until_the_dead_stream_takes_it(
+async def test_poison_stays_pending_until_the_dead_stream_accepts_it(
     outbox: Outbox, redis: Broker, store: client.Redis, stream: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     await store.set(f"{stream}.dead", "no stream")
     await send(store, stream, 1, data="{broken")
     async with RedisInbox(outbox, redis.url, stream=stream, group="g").running():
-        await eventually(lambda: told(caplog, "WRONGTYPE"))
+        await eventually(lambda: was_logged(caplog, "WRONGTYPE"))
         assert (await store.xpending(stream, "g"))["pending"] == 1
         await store.delete(f"{stream}.dead")
         await eventually(lambda: is_moved(store, stream))
@@ -240,10 +240,10 @@ async def is_moved(store: client.Redis, stream: str) -> bool:
     return await store.xlen(f"{stream}.dead") == 1
 
 
-async def test_an_answer_without_an_id_is_no_acknowledgement(
+async def test_a_reply_without_an_id_is_not_an_acknowledgement(
     outbox: Outbox, add: Add, redis: Broker, store: client.Redis, stream: str, look: Look
 ) -> None:
-    """As of a client that is inside of a transaction of the application."""
+    """As from a client inside a transaction of the application."""
     async with client.Redis.from_url(redis.url, max_connections=1) as given:
         add(given, stream=stream, retry=RetryPolicy(base="1h"))
         await note(outbox, 1)
@@ -254,10 +254,10 @@ async def test_an_answer_without_an_id_is_no_acknowledgement(
         await given.execute_command("DISCARD")
     assert await numbers_in(store, stream) == [1]
     [row] = [row for row in await look.notifications() if row["state"] == "FAILED"]
-    assert "Redis has not answered with the id of a message" in row["errors"]
+    assert "Redis did not return a message id" in row["errors"]
 
 
-async def test_a_message_without_an_id_is_known_by_its_entry(
+async def test_a_message_without_an_id_gets_its_entry_id(
     outbox: Outbox, redis: Broker, store: client.Redis, stream: str, look: Look
 ) -> None:
     await store.xadd(stream, {"data": '{"number": 5}'})
@@ -286,27 +286,27 @@ async def test_messages_of_a_dead_consumer_are_taken_over(
     assert (await store.xpending(stream, "g"))["pending"] == 0
 
 
-async def test_an_inbox_that_may_not_enter_says_why_and_loses_nothing(
+async def test_an_inbox_without_access_reports_why_and_loses_nothing(
     outbox: Outbox, own_redis: OwnRedis, look: Look, caplog: pytest.LogCaptureFixture
 ) -> None:
     name = own_redis.fresh_name()
     async with client.Redis.from_url(own_redis.url) as store:
         await send(store, name, 1, 2)
         try:
-            async with RedisInbox(outbox, own_redis.url_of_a_stranger, stream=name, group="g").running():
-                await eventually(lambda: told(caplog, "invalid username-password pair"))
+            async with RedisInbox(outbox, own_redis.url_with_wrong_password, stream=name, group="g").running():
+                await eventually(lambda: was_logged(caplog, "invalid username-password pair"))
                 assert await stored(look) == []
-                await store.config_set("requirepass", "wrong")  # now the password of the inbox is the right one
+                await store.config_set("requirepass", "wrong")  # the password of the inbox is correct now
                 await eventually(lambda: has(look, [1, 2]))
         finally:
             await store.config_set("requirepass", PASSWORD)
         assert (await store.xpending(name, "g"))["pending"] == 0
-    assert f"the inbox of stream {name} (g) has lost its broker" in caplog.text
+    assert f"inbox of stream {name} (g): connection to the broker lost" in caplog.text
     assert "has no connection to Redis" in caplog.text
     assert ":wrong@" not in caplog.text
 
 
-async def test_an_inbox_whose_broker_nobody_has_certified_says_why_and_loses_nothing(
+async def test_an_inbox_with_an_untrusted_broker_reports_why(
     outbox: Outbox, own_redis: OwnRedis, look: Look, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     trusted, name = certificate(tmp_path, "elsewhere.example"), own_redis.fresh_name()
@@ -314,7 +314,7 @@ async def test_an_inbox_whose_broker_nobody_has_certified_says_why_and_loses_not
     async with client.Redis.from_url(own_redis.url) as store:
         await send(store, name, 1, 2)
         async with inbox.running():
-            await eventually(lambda: told(caplog, "CERTIFICATE_VERIFY_FAILED"))
+            await eventually(lambda: was_logged(caplog, "CERTIFICATE_VERIFY_FAILED"))
             assert await stored(look) == []
             trusted.write_bytes(own_redis.certificate.read_bytes())
             await eventually(lambda: has(look, [1, 2]))
@@ -329,6 +329,6 @@ def test_redis_8_6_remembers_ids() -> None:
 
 
 @pytest.mark.parametrize("maxlen", [0, -1, "5"])
-def test_maxlen_is_a_number_from_1(maxlen: Any) -> None:
+def test_maxlen_is_at_least_1(maxlen: Any) -> None:
     with pytest.raises(ConfigurationError, match="maxlen"):
         RedisRelay("redis://localhost", name="r", types=(Noted,), stream="s", maxlen=maxlen)

@@ -1,4 +1,4 @@
-"""The address of each page, with rows of the busy shop in place of parameters."""
+"""The URL of each page, with rows of the busy shop as parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chromium without a window, and a site with the dashboard of a busy shop."""
+"""Headless Chromium, and a site with the dashboard of a busy shop."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from playwright.sync_api import Browser, expect, sync_playwright
 from outboxio import Action, Transaction
 from outboxio.dashboard import Access
 from tests.kit.busy import PaymentTaken, fill, open_shop
-from tests.kit.looking import Looker
+from tests.kit.dashboard_user import DashboardUser
 from tests.kit.programs import programs
 from tests.kit.site import Site, served
 
@@ -56,7 +56,7 @@ async def _fill(url: str) -> None:
 
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Browser]:
-    """The browser. It ends with the module: its event loop would be in the way of tests with coroutines."""
+    """The browser. It ends with the module: its event loop would interfere with tests of coroutines."""
     program = programs.need("chromium")
     expect.set_options(timeout=60_000)  # milliseconds; 5 s by default, which a busy machine may need for a page
     with sync_playwright() as playwright:
@@ -74,7 +74,7 @@ def site(busy_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 @pytest.fixture
 def new_site(busy_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Site]]:
-    """Makes a site of its own, with options of ``Dashboard``."""
+    """Creates a separate site, with options of ``Dashboard``."""
     with ExitStack() as stack:
 
         def make(**options: Any) -> Site:
@@ -85,17 +85,17 @@ def new_site(busy_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 @pytest.fixture
-def look(chromium: Browser) -> Iterator[Callable[..., Looker]]:
-    """Opens pages; fails at the end of the test if a page said something to the console."""
+def look(chromium: Browser) -> Iterator[Callable[..., DashboardUser]]:
+    """Opens pages; fails at the end of the test if a page logged to the console."""
     with ExitStack() as stack:
 
-        def opened(site: Site, **options: Any) -> Looker:
+        def opened(site: Site, **options: Any) -> DashboardUser:
             options = {"viewport": {"width": 1280, "height": 800}} | options
             context = chromium.new_context(base_url=site.url, **options)
             stack.callback(context.close)
-            looker = Looker(site, context.new_page())
-            stack.callback(looker.refuse_complaints)
-            return looker
+            dashboard_user = DashboardUser(site, context.new_page())
+            stack.callback(dashboard_user.assert_no_problems)
+            return dashboard_user
 
         yield opened
 

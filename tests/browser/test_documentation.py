@@ -1,4 +1,4 @@
-"""The documentation site builds, with whole links, without another server, and with plain text beside each page."""
+"""The documentation site builds with working links, without other servers, and with plain text beside each page."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from tests.kit.looking import AXE
+from tests.kit.dashboard_user import AXE
 from tests.kit.sources import ROOT
 from website.build import add_version, build
 from website.docstrings import as_markdown
@@ -27,7 +27,7 @@ def documentation(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def address(documentation: Path) -> Iterator[str]:
-    """The address of a server of static files with the site."""
+    """The address of a static file server with the site."""
 
     class Quiet(SimpleHTTPRequestHandler):
         def log_message(self, format: str, *args: object) -> None: ...
@@ -40,20 +40,20 @@ def address(documentation: Path) -> Iterator[str]:
         thread.join()
 
 
-def test_every_link_and_anchor_of_the_site_leads_somewhere_and_no_page_loads_from_another_server(
+def test_the_site_has_no_broken_links_and_no_other_servers(
     documentation: Path,
 ) -> None:
     assert problems(documentation) == []
 
 
-def test_every_page_of_the_documentation_is_in_the_site_as_html_and_as_markdown(documentation: Path) -> None:
+def test_every_documentation_page_exists_as_html_and_markdown(documentation: Path) -> None:
     pages = {page.relative_to(ROOT / "docs") for page in (ROOT / "docs").rglob("*.md")}
 
     assert {page for page in pages if not (documentation / page).exists()} == set()
     assert {page for page in pages if not (documentation / page.with_suffix(".html")).exists()} == set()
 
 
-def test_every_page_but_the_decision_records_is_in_the_list_for_language_models(documentation: Path) -> None:
+def test_every_page_except_decision_records_is_listed_for_language_models(documentation: Path) -> None:
     listed = re.findall(r"^- \[.+?\]\(([^)]+)\)", (documentation / "llms.txt").read_text("utf-8"), re.MULTILINE)
     pages = {page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")}
 
@@ -63,13 +63,13 @@ def test_every_page_but_the_decision_records_is_in_the_list_for_language_models(
     assert "\n:::" not in everything, "the docstrings are in the text"
 
 
-def test_the_marks_of_docstrings_become_markdown() -> None:
+def test_the_markup_of_docstrings_becomes_markdown() -> None:
     text = "See :meth:`~outboxio.Outbox.drain`.\n\nExample::\n\n    a = 1\n\n    b = 2\n\nNote::\n\n    c"
 
     assert as_markdown(text) == "See `Outbox.drain`.\n\n```python\na = 1\n\nb = 2\n```\n\nNote:\n\n```python\nc\n```"
 
 
-def test_a_version_is_a_folder_beside_the_older_versions(tmp_path: Path) -> None:
+def test_a_version_is_published_beside_older_versions(tmp_path: Path) -> None:
     site, versions = tmp_path / "site", tmp_path / "sites"
     site.mkdir()
     for version in ("1.0", "1.1"):
@@ -81,7 +81,7 @@ def test_a_version_is_a_folder_beside_the_older_versions(tmp_path: Path) -> None
     }  # fmt: skip
 
 
-def test_a_broken_link_a_missing_anchor_and_a_foreign_script_are_found(tmp_path: Path) -> None:
+def test_broken_links_missing_anchors_and_external_scripts_are_found(tmp_path: Path) -> None:
     (tmp_path / "a.html").write_text(
         '<a href="b.html">b</a><a href="#c">c</a><script src="https://x.org/d.js"></script>'
     )
@@ -91,7 +91,7 @@ def test_a_broken_link_a_missing_anchor_and_a_foreign_script_are_found(tmp_path:
     ]  # fmt: skip
 
 
-def test_the_search_finds_a_page_without_another_server(chromium: Browser, address: str) -> None:
+def test_the_search_works_without_another_server(chromium: Browser, address: str) -> None:
     requested: list[str] = []
     with chromium.new_context(viewport={"width": 1280, "height": 800}) as context:
         page = context.new_page()
@@ -106,7 +106,7 @@ def test_the_search_finds_a_page_without_another_server(chromium: Browser, addre
 
 
 @pytest.mark.parametrize("page", ["index", "tutorial/1-first-event", "operate/runbook/new_dead", "reference/settings"])
-def test_a_page_can_be_read_on_a_phone(chromium: Browser, address: str, page: str) -> None:
+def test_a_page_is_readable_on_a_phone(chromium: Browser, address: str, page: str) -> None:
     """The page is opened once, because that costs more than the checks. Only colours depend on the scheme."""
     with chromium.new_context(viewport={"width": 390, "height": 800}, color_scheme="light") as context:
         phone = context.new_page()
@@ -121,10 +121,23 @@ def test_a_page_can_be_read_on_a_phone(chromium: Browser, address: str, page: st
 
 
 def violations(page: Page, *rules: str) -> list[tuple[str, str]]:
-    """The rules that the article breaks, each with the HTML of the first place."""
+    """The violated rules of the article, each with the HTML of the first place."""
     found = page.evaluate("rules => axe.run('article', {runOnly: rules})", rules)
     return [(one["id"], one["nodes"][0]["html"]) for one in found["violations"]]
 
 
 def test_every_page_is_linked_from_the_index_of_its_folder() -> None:
     assert "{'More': " not in str(navigation(ROOT / "docs")), "add the page to the index.md of its folder"
+
+
+def test_copy_page_copies_the_markdown_of_the_page(chromium: Browser, documentation: Path, address: str) -> None:
+    with chromium.new_context() as context:
+        context.grant_permissions(["clipboard-read", "clipboard-write"])
+        page = context.new_page()
+        page.goto(f"{address}how-to/index.html")
+        page.get_by_role("button", name="Copy page").click()
+        expect(page.get_by_role("button", name="Copied")).to_be_visible()
+
+        copied = page.evaluate("navigator.clipboard.readText()")
+
+    assert copied == (documentation / "how-to" / "index.md").read_text("utf-8")

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.browser.addresses import NAMES, address
-from tests.kit.looking import Looker
+from tests.kit.dashboard_user import DashboardUser
 from tests.kit.site import Site
 
 DOCS = os.environ.get("OUTBOXIO_TEST_WRITE_SCREENSHOTS")
@@ -31,7 +31,7 @@ ONE_SCREEN = ("overview", "dead")
 
 @pytest.mark.parametrize(("name", "size", "scheme"), EVERY if ALL else IN_DOCS)
 def test_a_page_has_a_screenshot(
-    site: Site, look: Callable[..., Looker], tmp_path: Path, name: str, size: str, scheme: str
+    site: Site, look: Callable[..., DashboardUser], tmp_path: Path, name: str, size: str, scheme: str
 ) -> None:
     page = look(site, viewport=SIZES[size], color_scheme=scheme).go(address(site, name))
     file = Path(ALL or DOCS or tmp_path) / f"{name}{size}-{scheme}.png"

@@ -1,4 +1,4 @@
-"""``python -m tests.chaos``: runs chaos, prints the verdicts, and says how to repeat a bad run."""
+"""``python -m tests.chaos``: runs chaos, prints the results, and how to repeat a failed run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WIDTH = 140  # in a file or a pipe, where the window cannot be made wider
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
-    logging.getLogger("asyncpg").setLevel(logging.ERROR)  # that a server went down is no news here
+    logging.getLogger("asyncpg").setLevel(logging.ERROR)  # servers are stopped on purpose
     console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     results: list[Result] = []
     databases = list(SCHEMES) if options.database == "all" else options.database.split(",")

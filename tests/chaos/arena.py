@@ -1,4 +1,4 @@
-"""The place of a chaos run: a database, processes that work on it, and a proxy before each process."""
+"""The environment of a chaos run: a database, processes that use it, and a proxy in front of each process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.kit.app import Look, eventually, opened
 from tests.kit.inside import database_of
 from tests.kit.processes import Worker
 from tests.kit.proxy import Proxy, proxy_to
-from tests.kit.server_acts import ServerActs, acts_on
+from tests.kit.server_actions import ServerActions, actions_on
 
 HEARTBEAT = 0.5
 HANDLER_TIMEOUT = 3.0
@@ -51,7 +51,7 @@ _IS_REFUSED = (
     "EXISTS (SELECT 1 FROM {}chaos_switches WHERE name = 'refuses' AND "
     "(value = 'all' OR value = 'failures' AND NEW.state IN ('FAILED', 'DEAD')))"
 )
-#: What makes a database say that its disk is full, while the switch is on.
+#: What makes a database report a full disk while the switch is on.
 REFUSING = {
     "postgres": (
         "CREATE FUNCTION chaos_refuse() RETURNS trigger LANGUAGE plpgsql AS $body$ BEGIN IF "
@@ -80,12 +80,12 @@ class RestartableServer(Protocol):
 
 
 class Place(Struct, frozen=True):
-    """A database, and the addresses that lead to it."""
+    """A database and its addresses."""
 
     url: str
     folder: Path
     server: RestartableServer | None = None
-    """What can be stopped and started, if nobody else uses it."""
+    """The server, if the run may stop and start it."""
     through: str | None = None
     """The URL that actions use, if they go through something that shares server sessions."""
 
@@ -103,13 +103,13 @@ class Network:
         for proxy in self._proxies:
             proxy.cut_at(words, lets_through=lets_through)
 
-    def fall_silent(self) -> None:
+    def stall(self) -> None:
         for proxy in self._proxies:
-            proxy.fall_silent()
+            proxy.stall()
 
-    def speak_again(self) -> None:
+    def resume(self) -> None:
         for proxy in self._proxies:
-            proxy.speak_again()
+            proxy.resume()
 
     def delay(self, seconds: float) -> None:
         for proxy in self._proxies:
@@ -159,7 +159,7 @@ class Arena:
         self._url = place.url
         self._through = place.through
         self._seed = seed
-        self._told = {"rate": rate, "handlers": handlers, "tasks": 4, "settings": settings}
+        self._config = {"rate": rate, "handlers": handlers, "tasks": 4, "settings": settings}
         self._numbers = count(1)
         self._busy: set[Actor] = set()
         self._ends = AsyncExitStack()
@@ -174,8 +174,8 @@ class Arena:
         self.history.close()
 
     @property
-    def acts(self) -> ServerActs:
-        return acts_on(self._url)
+    def acts(self) -> ServerActions:
+        return actions_on(self._url)
 
     # --- before ----------------------------------------------------------------------------------
 
@@ -204,11 +204,11 @@ class Arena:
         await asyncio.gather(*(self._start("worker", self.workers) for _ in range(workers)))
         await asyncio.gather(*(self._start("producer", self.producers) for _ in range(producers)))
 
-    async def _start(self, program: str, among: list[Actor], **told: Any) -> Actor:
+    async def _start(self, program: str, among: list[Actor], **config: Any) -> Actor:
         """Start a process until it runs: while the database is down, the start fails."""
         async with asyncio.timeout(STARTING_TAKES_AT_MOST):
             while True:
-                actor = await self._start_once(program, **told)
+                actor = await self._start_once(program, **config)
                 with suppress(AssertionError):  # it is gone
                     await actor.until("running", timeout=STARTING_TAKES_AT_MOST)
                     among.append(actor)
@@ -221,11 +221,11 @@ class Arena:
         urls = [self._url] if self._through is None else [self._through, self._url]
         proxies = [await self._ends.enter_async_context(proxy_to(url)) for url in urls if not self.look.is_file]
         ways = [proxy.url for proxy in proxies] or urls
-        told = {
+        config = {
             "name": name, "folder": str(self.folder), "seed": self._seed * 1000 + number,
-            "database": ways[0], "direct": ways[-1] if self._through else None, **self._told, **more,
+            "database": ways[0], "direct": ways[-1] if self._through else None, **self._config, **more,
         }  # fmt: skip
-        actor = await Actor.start_program(f"tests.chaos.{program}", **told)
+        actor = await Actor.start_program(f"tests.chaos.{program}", **config)
         assert isinstance(actor, Actor)
         actor.name, actor.program, actor.network = name, program, Network(proxies)
         self._ends.push_async_callback(actor.end)
@@ -251,21 +251,21 @@ class Arena:
         finally:
             self._busy.discard(actor)
 
-    def somebody(self, chance: Random) -> Actor:
+    def any_process(self, chance: Random) -> Actor:
         """A process that has connections."""
         return chance.choice([*self.workers, *self.producers])
 
-    async def order(self, chance: Random, what: str, seconds: float) -> str:
-        """Send an order to an instance."""
+    async def disturb(self, chance: Random, what: str, seconds: float) -> str:
+        """Send a command to an instance."""
         async with self.victim(chance) as actor:
             actor.send(what, seconds=seconds)
             return f"{actor.name} for {seconds:.1f} s"
 
-    async def replace(self, actor: Actor, **told: Any) -> None:
-        """Wait for the end of an instance, and start a successor in its place."""
+    async def replace(self, actor: Actor, **config: Any) -> None:
+        """Wait for the end of an instance, and start a successor."""
         await actor.ended()
         among = self.workers if actor.program == "worker" else self.producers
-        await self._start(actor.program, among, **told)
+        await self._start(actor.program, among, **config)
         among.remove(actor)
 
     async def join(self) -> Actor:
@@ -287,7 +287,7 @@ class Arena:
             await outbox.admin.partitions(handler, number)
 
     async def leave(self, actor: Actor) -> None:
-        """Let an instance leave, well or not: the database may be down meanwhile."""
+        """Let an instance leave, cleanly or not: the database may be unavailable."""
         actor.terminate()
         await self._until_left(actor)
         actor.send("bye")
@@ -315,7 +315,7 @@ class Arena:
                 await session.rollback()
 
     async def switch(self, name: str, value: str) -> None:
-        """Turn a switch in the database as soon as the database is up and accepts writes."""
+        """Set a switch in the database as soon as it is up and accepts writes."""
 
         async def is_turned() -> bool:
             with suppress(*self.acts.cut, sqlite3.OperationalError):
@@ -343,12 +343,12 @@ class Arena:
         try:
             return not await self.look.value(work_left)
         except (OSError, asyncpg.PostgresError, asyncpg.InterfaceError, aiomysql.Error, sqlite3.OperationalError):
-            return False  # the server is so busy, or so new, that it hangs up; the next look knows more
+            return False  # a busy or starting server closes the connection; the next check decides
 
     async def end(self) -> None:
         """Let every instance leave, inspect the remaining state, and release the instances."""
         for worker in self.workers:
-            with suppress(ProcessLookupError):  # it has ended by itself, which its exit code says below
+            with suppress(ProcessLookupError):  # it has ended by itself, as its exit code shows below
                 worker.terminate()
         await asyncio.gather(*map(self._until_left, self.workers))
         self.left += await self._leftovers()
@@ -360,7 +360,7 @@ class Arena:
     async def _leftovers(self) -> list[str]:
         if self.look.is_file:
             return [f"the lock file {lock} is held" for lock in _held(Path(urlsplit(self._url).path[1:] + ".locks"))]
-        with suppress(AssertionError):  # the server learns a moment later that a connection is closed
+        with suppress(AssertionError):  # the server detects a closed connection a little later
             await eventually(self._sessions_are_gone, timeout=5)
         sessions, locks = await self.acts.sessions(), await self.acts.locks()
         return [f"the session {session}" for session in sessions] + [f"the lock {lock}" for lock in locks]
@@ -369,7 +369,7 @@ class Arena:
         return not await self.acts.sessions() and not await self.acts.locks()
 
     async def final(self) -> Final:
-        """The rows of the database at the end, and other remains."""
+        """The rows of the database at the end, and other leftovers."""
         return Final(
             events=[
                 Stored(

@@ -39,7 +39,7 @@ class Owed(Struct):
 
 
 class Final(Struct):
-    """The rows of the database at the end, and other remains."""
+    """The rows of the database at the end, and other leftovers."""
 
     events: list[Stored] = []
     notifications: list[Owed] = []
@@ -48,7 +48,7 @@ class Final(Struct):
     actions: list[str] = []
     """The actions whose own row is there."""
     left: list[str] = []
-    """Sessions, locks and processes that ought to be gone."""
+    """Sessions, locks and processes that should be gone."""
 
 
 class Violation(NamedTuple):
@@ -78,12 +78,12 @@ class Run(Struct):
 
 
 def slot_name(handler: str, partition: int) -> str:
-    """A slot as the history names it: ``score``, or ``score/3``."""
+    """A slot as named in the history: ``score``, or ``score/3``."""
     return f"{handler}/{partition}" if partition else handler
 
 
 def hook_of(handler: str) -> str:
-    """The name under which the hook of a handler leaves its effects."""
+    """The name under which the hook of a handler writes its effects."""
     return f"on_dead of {handler}"
 
 
@@ -93,7 +93,7 @@ def lock_of(slot: str) -> str:
 
 
 class Case(Struct, dict=True):
-    """The history and tables to judge."""
+    """The history and tables to check."""
 
     history: Sequence[Line]
     final: Final
@@ -133,7 +133,7 @@ class Case(Struct, dict=True):
 
     @cached_property
     def newest(self) -> dict[str, list[Line]]:
-        """How each lock was taken, in the order of time."""
+        """How each lock was taken, in chronological order."""
         found: dict[str, list[Line]] = defaultdict(list)
         for line in self.lines("taken"):
             found[line.lock].append(line)
@@ -141,7 +141,7 @@ class Case(Struct, dict=True):
 
     @cached_property
     def proofs(self) -> dict[str, list[Line]]:
-        """The proofs of each process's locks, in the order of time."""
+        """The proofs of each process's locks, in chronological order."""
         found: dict[str, list[Line]] = defaultdict(list)
         for line in self.lines("proven"):
             found[line.process].append(line)
@@ -149,7 +149,7 @@ class Case(Struct, dict=True):
 
     @cached_property
     def reopened(self) -> dict[str, list[int]]:
-        """For each notification the moments at which an operator let it run again."""
+        """For each notification the times at which an operator let it run again."""
         found: dict[str, list[int]] = defaultdict(list)
         for line in self.lines("reopened"):
             found[line.notification].append(line.at)
@@ -157,7 +157,7 @@ class Case(Struct, dict=True):
 
     @cached_property
     def first_ends(self) -> dict[str, int]:
-        """For each notification the earliest possible moment of its end."""
+        """For each notification the earliest possible time of its end."""
         ends: dict[str, int] = {}
         for line in self.lines("settling"):
             if line.state in TERMINAL and self.outcomes.get((line.process, line.run)) != 0:
@@ -169,7 +169,7 @@ class Case(Struct, dict=True):
 
     @cached_property
     def answers(self) -> dict[tuple[str, int], Line]:
-        """The answers of the database to statements that write outcomes, where the answer arrived."""
+        """The results of statements that write outcomes, where the result arrived."""
         return {(line.process, line.run): line for line in self.lines("settled")}
 
     @cached_property
@@ -178,11 +178,11 @@ class Case(Struct, dict=True):
         return {statement: line.number for statement, line in self.answers.items()}
 
     def superseded(self, slot: str, term: int, at: int) -> bool:
-        """True if a newer term of a slot's lock was given to a process before a moment."""
+        """True if a newer term of a slot's lock was given to a process before a given time."""
         return any(line.term > term and line.at < at for line in self.newest.get(lock_of(slot), ()))
 
     def proven_until(self, process: str, at: int, unknown: int) -> int:
-        """The moment until which the locks of a process were proven, as the process knew at a given moment."""
+        """The time until which the locks of a process were proven, as known to the process at a given time."""
         proofs = self.proofs.get(process, [])
         last = bisect_right(proofs, at, key=lambda line: line.at)
         return proofs[last - 1].until if last else unknown

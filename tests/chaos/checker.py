@@ -1,4 +1,4 @@
-"""Does the history of a run keep outboxio's promises? Pure functions over the history and the tables.
+"""Checks whether the history of a run keeps outboxio's guarantees, by pure functions of the history and the tables.
 
 Each invariant is a function of a `Case`, and yields a sentence per violation.
 """
@@ -16,7 +16,7 @@ from tests.chaos.handlers import HANDLERS, Kind
 from tests.chaos.history import Line
 from tests.chaos.ownership import left_to_others, owned_again
 
-SAME_MOMENT = 50_000_000  # nanoseconds for which a proof of the locks may be over before a run is decided on
+SAME_MOMENT = 50_000_000  # nanoseconds between the expiry of a lock proof and the decision to start a run
 
 INVARIANTS = {
     1: "a committed event has an effect in each of its handlers, or an end with a reason",
@@ -33,7 +33,7 @@ INVARIANTS = {
 
 
 def check(history: Sequence[Line], final: Final, handlers: Mapping[str, Kind] = HANDLERS) -> list[Violation]:
-    """Every way in which the invariants do not hold."""
+    """All violations of the invariants."""
     case = Case(history, final, handlers)
     return [Violation(number, what) for number, holds in _CHECKS.items() for what in holds(case)]
 
@@ -119,7 +119,7 @@ def _exactly_one_effect(case: Case) -> Iterator[str]:
             if hooks != int(owed.state == "DEAD"):
                 yield f"the hook of {owed.handler} has {hooks} effects for event {owed.event}, which is {owed.state}"
         if owed.id in case.reopened:
-            effects.pop((owed.handler, owed.event), 0)  # one for each time that it has succeeded
+            effects.pop((owed.handler, owed.event), 0)  # one for each success
         elif kind is not None and kind.in_transaction:
             number = effects.pop((owed.handler, owed.event), 0)
             if number != wanted:
@@ -135,7 +135,7 @@ def _exactly_one_effect(case: Case) -> Iterator[str]:
 
 def _only_under_newest_term(case: Case) -> Iterator[str]:
     for lock, taken in case.newest.items():
-        # A process that was frozen while it wrote down its locks writes the rest after other processes have taken them.
+        # A process frozen while it recorded its locks may record some of them after other processes have acquired them.
         in_time = [line for line in taken if line.at <= case.proven_until(line.process, line.at, NEVER) + SAME_MOMENT]
         for before, after in pairwise(in_time):
             if after.term <= before.term:
@@ -171,7 +171,7 @@ def _one_at_a_time(case: Case) -> Iterator[str]:
 
 
 def _overlaps(case: Case, runs: Sequence[Run], what: str) -> Iterator[str]:
-    """The runs that overlap, although no other process had taken the lock of the earlier run."""
+    """The runs that overlap although no other process had taken the lock of the earlier run."""
     open_runs: list[Run] = []
     for run in sorted(runs, key=lambda run: run.line.at):
         open_runs = [other for other in open_runs if other.end > run.line.at]
@@ -206,7 +206,7 @@ def _after_the_end(case: Case) -> Iterator[str]:
     for run in case.runs:
         at, slot, term = ends.get(run.line.notification, (NEVER, "", 0))
         reopened = case.reopened.get(run.line.notification, ())
-        if run.line.decided <= at or not term or any(moment < run.line.decided for moment in reopened):
+        if run.line.decided <= at or not term or any(time < run.line.decided for time in reopened):
             continue
         knows = run.line.term >= term
         if run.slot != slot:  # the row has moved to a different partition in between
@@ -270,7 +270,7 @@ def _nothing_is_left(case: Case) -> Iterator[str]:
 
 
 def _uncounted(case: Case) -> Iterator[str]:
-    """The runs that count fewer attempts than failed before. Only the handler's own errors use up attempts."""
+    """The runs that count fewer attempts than failed before. Only the handler's own errors use attempts."""
     failed: dict[tuple[str, str], list[int]] = defaultdict(list)
     for run in case.runs:
         if run.how.startswith("failed: ValueError") and not case.handlers[run.line.handler].in_batches:

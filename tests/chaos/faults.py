@@ -1,6 +1,6 @@
-"""The faults, each as a class: ``inject`` starts the fault, waits as long as the fault lasts, and undoes the fault.
+"""The faults, each as a class: ``inject`` starts the fault, waits for its duration, and undoes it.
 
-A fault picks its victim and its strength by the random numbers of the run, so that a seed repeats the schedule.
+A fault chooses its victim and strength by the random numbers of the run, so that a seed repeats the schedule.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ class Fault(ABC):
 
 
 def around_heartbeats(arena: Arena, chance: Random) -> float:
-    """Seconds: for a moment, or for longer than a holder is trusted."""
+    """Seconds: short, or longer than a holder is trusted."""
     return arena.heartbeat * (chance.uniform(0.1, 1.5) if chance.random() < 0.3 else chance.uniform(2.5, 8))
 
 
-# --- what befalls processes ----------------------------------------------------------------------
+# --- what happens to processes --------------------------------------------------------------------
 
 
 class Kill(Fault):
-    """``kill -9`` of an instance, and a successor in its place."""
+    """``kill -9`` of an instance, and a successor."""
 
     name = "kill"
 
@@ -55,7 +55,7 @@ class Kill(Fault):
 
 
 class KillProducer(Fault):
-    """``kill -9`` of a producer: the end of the actions under way is unknown."""
+    """``kill -9`` of a producer: the outcome of actions in progress is unknown."""
 
     name = "kill-producer"
 
@@ -67,7 +67,7 @@ class KillProducer(Fault):
 
 
 class Freeze(Fault):
-    """SIGSTOP for longer than a holder is trusted, or for a moment, and SIGCONT."""
+    """SIGSTOP, briefly or for longer than a holder is trusted, and SIGCONT."""
 
     name = "freeze"
 
@@ -81,7 +81,7 @@ class Freeze(Fault):
 
 
 class Terminate(Fault):
-    """SIGTERM, and a successor in its place: a deploy."""
+    """SIGTERM, and a successor: a deployment."""
 
     name = "terminate"
 
@@ -93,7 +93,7 @@ class Terminate(Fault):
 
 
 class Join(Fault):
-    """One more instance comes, and after a while an instance goes without a successor: it leaves, or is killed."""
+    """One more instance starts, and after a while an instance leaves, or is killed, without a successor."""
 
     name = "join"
 
@@ -131,7 +131,7 @@ class Block(Fault):
 
     async def inject(self, arena: Arena, chance: Random) -> str:
         seconds = around_heartbeats(arena, chance)
-        return await arena.order(chance, "block", seconds)
+        return await arena.disturb(chance, "block", seconds)
 
 
 class Ignore(Fault):
@@ -140,7 +140,7 @@ class Ignore(Fault):
     name = "ignore"
 
     async def inject(self, arena: Arena, chance: Random) -> str:
-        return await arena.order(chance, "ignore", arena.handler_timeout * chance.uniform(1.2, 3))
+        return await arena.disturb(chance, "ignore", arena.handler_timeout * chance.uniform(1.2, 3))
 
 
 class Exit(Fault):
@@ -164,7 +164,7 @@ class Exhaust(Fault):
     dialects = SERVERS
 
     async def inject(self, arena: Arena, chance: Random) -> str:
-        return await arena.order(chance, "exhaust", around_heartbeats(arena, chance))
+        return await arena.disturb(chance, "exhaust", around_heartbeats(arena, chance))
 
 
 # --- what the database does ----------------------------------------------------------------------
@@ -235,12 +235,12 @@ class Cut(Fault):
     dialects = SERVERS
 
     async def inject(self, arena: Arena, chance: Random) -> str:
-        process = arena.somebody(chance)
+        process = arena.any_process(chance)
         return f"{process.network.cut()} connections of {process.name}"
 
 
 class BlackHole(Fault):
-    """A host falls silent: its connections stay open, and no packet gets through."""
+    """A host becomes silent: its connections stay open, and no packet gets through."""
 
     name = "black-hole"
     dialects = SERVERS
@@ -248,12 +248,12 @@ class BlackHole(Fault):
     async def inject(self, arena: Arena, chance: Random) -> str:
         seconds = around_heartbeats(arena, chance)
         async with arena.victim(chance) as instance:
-            instance.network.fall_silent()
+            instance.network.stall()
             await asyncio.sleep(seconds)
             is_cut = chance.random() < 0.5
             if is_cut:
                 instance.network.cut()
-            instance.network.speak_again()
+            instance.network.resume()
             return f"{instance.name} for {seconds:.1f} s{', then cut' * is_cut}"
 
 
@@ -264,7 +264,7 @@ class Delay(Fault):
     dialects = SERVERS
 
     async def inject(self, arena: Arena, chance: Random) -> str:
-        process, late = arena.somebody(chance), chance.uniform(0.01, 0.2)
+        process, late = arena.any_process(chance), chance.uniform(0.01, 0.2)
         process.network.delay(late)
         await asyncio.sleep(chance.uniform(0.5, 3))
         process.network.delay(0)
@@ -278,7 +278,7 @@ class CutAtCommit(Fault):
     dialects = SERVERS
 
     async def inject(self, arena: Arena, chance: Random) -> str:
-        process, lets_through = arena.somebody(chance), chance.random() < 0.5
+        process, lets_through = arena.any_process(chance), chance.random() < 0.5
         process.network.cut_at(b"commit", lets_through=lets_through)
         await asyncio.sleep(0.2)
         return f"{process.name}, {'after' if lets_through else 'before'}"

@@ -1,4 +1,4 @@
-"""The events and handlers of the chaos runs: one handler for each promise of outboxio."""
+"""The events and handlers of the chaos runs: one handler for each guarantee of outboxio."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ class Kind(Struct, frozen=True, kw_only=True):
     event: type[Event] = Happened
     options: Mapping[str, Any] = MappingProxyType({"retry": SOON})
     sleeps: float = 0.02
-    """Seconds that it takes at most; one in twenty takes thirty times as long, which is longer than a heartbeat."""
+    """The longest run in seconds; one in twenty takes thirty times as long, which is longer than a heartbeat."""
     at_least: float = 0.0
-    """Seconds that it takes at least."""
+    """The shortest run in seconds."""
     is_steady: bool = False
-    """True if none takes thirty times as long."""
+    """True if no run takes thirty times as long."""
     fails: float = 0.0
     """How often it fails."""
     dies: float = 0.0
-    """How often it says that an event can never be handled."""
+    """How often it raises :class:`~outboxio.Unprocessable`."""
     emits: bool = False
     returns: float = 0.0
     """How often a batch handler returns some of its events as failed."""
@@ -48,7 +48,7 @@ class Kind(Struct, frozen=True, kw_only=True):
     is_everywhere: bool = True
     """False if some processes do not have the handler, so that events may have no notification of it."""
     name: str | None = None
-    """The name that it has now, after it was renamed."""
+    """The new name of a renamed handler."""
 
     @property
     def in_transaction(self) -> bool:
@@ -78,7 +78,7 @@ _BATCH = Batch(size=10, max_wait="50ms")
 HANDLERS: Mapping[str, Kind] = {
     "plain": Kind(),
     "flaky": Kind(fails=0.3, dies=0.02),
-    # Its runs outlast their process being frozen, so that they end beside those of its successor.
+    # Its runs take longer than a freeze of their process, so that they end at the same time as those of its successor.
     "counts": Kind(options=_TRANSACTIONAL | {"timeout": "10s"}, sleeps=0.05, fails=0.1),
     "ordered": Kind(options=_ORDERED, fails=0.05, dies=0.01),
     "ordered-counts": Kind(options=_ORDERED | _TRANSACTIONAL, fails=0.05),

@@ -1,7 +1,7 @@
 """The history of a chaos run: the steps of each process, as lines in a file per process.
 
-A line is written with a single system call, so that the line survives a kill in the next moment. ``at`` is
-CLOCK_MONOTONIC, which all processes of a machine share, so the lines of a run have a common order.
+A line is written with a single system call, so that it survives a kill right afterwards. ``at`` is CLOCK_MONOTONIC,
+which all processes of a machine share, so the lines of a run have a common order.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from msgspec import Struct
 WHAT = {
     # of a producer
     "attempt": "an action is about to end, with these events",
-    "commit": "it is committed", "rollback": "it is not", "commit_unknown": "nobody knows",
+    "commit": "it is committed", "rollback": "it is not", "commit_unknown": "the outcome is unknown",
     # of an instance
-    "running": "running() is entered", "leaving": "it was asked to leave",
+    "running": "running() is entered", "leaving": "it received SIGTERM",
     "left": "running() is left, and the outbox is closed",
-    "taken": "a cluster lock, with its term", "lost": "a cluster lock", "released": "cluster locks, by order",
+    "taken": "a cluster lock, with its term", "lost": "a cluster lock", "released": "cluster locks, voluntarily",
     "proven": "the locks are proven until then",
     "spread": "the number of partitions of a handler rose or fell by itself",
     "blocking": "a handler blocks the event loop until then",
@@ -31,8 +31,8 @@ WHAT = {
     "settling": "outcomes are about to be written", "settled": "so many of them were", "refusal": "so many were not",
     "reopened": "an operator let the notification run again", "skipped": "an operator ended the notification",
     "counters": "what the instance counted", "tasks": "tasks that are left over",
-    # of the one who looks on
-    "fault": "something was done to somebody", "exit": "a process has ended",
+    # of the arena
+    "fault": "a fault begins or is over", "exit": "a process has ended",
 }  # fmt: skip
 
 
@@ -65,11 +65,11 @@ class Line(Struct, omit_defaults=True):
     locks: list[str] = []
     state: str = ""
     rows: list[tuple[str, str, int]] = []
-    """Of outcomes: notification, slot, term; the term is 0 where the transaction is what fences."""
+    """Of outcomes: notification, slot, term; the term is 0 if the transaction is the fence."""
     number: int = 0
     counters: dict[str, int] = {}
     how: str = ""
-    """In words, for whoever reads it."""
+    """A description for readers."""
 
 
 _encode = msgspec.json.Encoder().encode
@@ -97,7 +97,7 @@ def keep_log(folder: Path, process: str) -> None:
 
 
 def read(folder: Path) -> list[Line]:
-    """The lines of all processes, in the order in which things happened."""
+    """The lines of all processes, in chronological order."""
     return sorted(_lines(folder.glob("*.jsonl")), key=lambda line: line.at)
 
 

@@ -1,8 +1,8 @@
-"""Keyed locks while sessions are cut at random, and their speed beside bare statements.
+"""Keyed locks while sessions are cut at random, and their speed compared with bare statements.
 
 ``python -m tests.chaos.keyed_locks --database <url> --seconds 30``: 4 processes with 16 tasks each take 8 keys. Each
-holder writes its interval down, from the entry to the end of the block or to ``lock.lost``. The report counts intervals
-of a key that overlap, and checks that accepted writes of a key never go back to a smaller term. The clock is
+holder records its interval, from the start of the block to its end or to ``lock.lost``. The report counts overlapping
+intervals of a key, and checks that accepted writes of a key never return to a smaller term. The clock is
 ``time.monotonic``, which all processes of a machine share.
 """
 
@@ -23,7 +23,7 @@ import asyncpg
 from outboxio import KeyedLock, LockLost, Outbox
 from tests.kit import mysql
 from tests.kit.processes import Worker
-from tests.kit.server_acts import acts_on
+from tests.kit.server_actions import actions_on
 from tests.kit.sql import sql
 
 KEYS, PROCESSES, TASKS = 8, 4, 16
@@ -40,9 +40,9 @@ async def write(outbox: Outbox, key: int, term: int) -> bool:
         return accepted
 
 
-async def work(told: dict[str, Any]) -> None:
+async def work(config: dict[str, Any]) -> None:
     """A process: report each interval, and each late write."""
-    until = time.monotonic() + told["seconds"]
+    until = time.monotonic() + config["seconds"]
 
     def report(what: str, **details: Any) -> None:
         print(json.dumps({"what": what, **details}), flush=True)
@@ -76,23 +76,23 @@ async def work(told: dict[str, Any]) -> None:
                 with suppress(Exception):
                     report("late", accepted=await write(outbox, key, interval["term"]))
 
-    async with Outbox(told["database"], namespace="app") as outbox, asyncio.TaskGroup() as tasks:
+    async with Outbox(config["database"], namespace="app") as outbox, asyncio.TaskGroup() as tasks:
         report("running")
         for number in range(TASKS):
-            tasks.create_task(persistent(hold, random.Random(f"{told['seed']} {number}"), until))
+            tasks.create_task(persistent(hold, random.Random(f"{config['seed']} {number}"), until))
     report("left")
 
 
 async def persistent(hold: Any, chosen: random.Random, until: float) -> None:
-    """Hold locks on, after an error of a connection that was cut."""
+    """Continue to hold locks after an error of a connection that was cut."""
     while time.monotonic() < until:
         with suppress(Exception):
             await hold(chosen)
 
 
 async def cut_sessions(url: str, seconds: float) -> int:
-    """End a random session of the workers, again and again."""
-    acts, cut, until = acts_on(url), 0, time.monotonic() + seconds
+    """End a random session of the workers repeatedly."""
+    acts, cut, until = actions_on(url), 0, time.monotonic() + seconds
     while time.monotonic() < until:
         await asyncio.sleep(random.uniform(0.05, 0.3))  # not for secrets
         sessions = [session.get("pid") or session.get("Id") for session in await acts.sessions()]
@@ -106,7 +106,7 @@ async def cut_sessions(url: str, seconds: float) -> int:
 def overlaps(held: list[dict[str, Any]]) -> tuple[int, int, float]:
     """Overlapping intervals of a key without a loss, and with a loss, and the longest overlap in seconds.
 
-    The later interval may be the lost one: its process read the answer of the server after the session had been cut.
+    The later interval may be the lost one: its process read the server's response after the session had been cut.
     """
     clean = after_loss = 0
     longest = 0.0
@@ -121,13 +121,13 @@ def overlaps(held: list[dict[str, Any]]) -> tuple[int, int, float]:
 
 
 async def contend(url: str, seconds: float) -> dict[str, Any]:
-    """The run with cuts. Raises AssertionError for a broken promise."""
+    """The run with cuts. Raises AssertionError for a violated guarantee."""
     async with Outbox(url, namespace="app") as outbox:
         await outbox.migrate()
     await prepared(url)
-    told = {"database": url, "seconds": seconds}
+    config = {"database": url, "seconds": seconds}
     workers = [
-        await Worker.start_program("tests.chaos.keyed_locks", **told, seed=number) for number in range(PROCESSES)
+        await Worker.start_program("tests.chaos.keyed_locks", **config, seed=number) for number in range(PROCESSES)
     ]
     try:
         for worker in workers:
@@ -158,7 +158,7 @@ async def prepared(url: str) -> None:
 
 
 async def steps_back(url: str) -> int:
-    """Accepted writes whose term is smaller than that of the write before."""
+    """Accepted writes whose term is smaller than that of the previous write."""
     rows = [tuple(row) for row in await run(url, "SELECT id, term FROM accepted ORDER BY id, number")]
     return sum(first[0] == second[0] and first[1] > second[1] for first, second in pairwise(rows))
 
@@ -210,7 +210,7 @@ async def ours(outbox: Outbox, key: int, until: float) -> int:
 
 
 async def speed(url: str, tasks: int, rounds: int = 4, seconds: float = 1.0) -> dict[str, float]:
-    """Locks a second, bare and ours in turn; the round with the median ratio."""
+    """Locks per second, bare and with outboxio in turn; the round with the median ratio."""
     found = list[tuple[float, float]]()
     async with Outbox(url, namespace="app") as outbox:
         await asyncio.gather(*(ours(outbox, key, time.monotonic() + 0.1) for key in range(tasks)))
@@ -228,10 +228,10 @@ async def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--database", required=True)
     parser.add_argument("--seconds", type=float, default=30)
-    asked = parser.parse_args()
+    options = parser.parse_args()
     for tasks in (1, 8):
-        print(json.dumps(await speed(asked.database, tasks)), flush=True)
-    report = await contend(asked.database, asked.seconds)
+        print(json.dumps(await speed(options.database, tasks)), flush=True)
+    report = await contend(options.database, options.seconds)
     print(json.dumps(report, indent=2))
     return int(bool(report["overlaps_without_loss"] or report["terms_that_went_back"]))
 

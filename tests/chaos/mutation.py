@@ -1,8 +1,8 @@
-"""``python -m tests.chaos.mutation``: would a chaos run notice a broken promise?
+"""``python -m tests.chaos.mutation``: checks that a chaos run detects a broken guarantee.
 
-Each patch in ``mutants/`` breaks a promise on purpose, and names in its header the invariant, and the faults that show
-the break. The patch is applied to a copy of the tree, and chaos runs there must find that invariant broken; in an
-unbroken copy the same runs must find no violation.
+Each patch in ``mutants/`` breaks a guarantee deliberately; its header names the invariant, and the faults that reveal
+it. The patch is applied to a copy of the tree, and chaos runs there must find that invariant violated; in an unchanged
+copy the same runs must find no violation.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.chaos.run import Result
 ROOT = Path(__file__).parents[2]
 MUTANTS = Path(__file__).parent / "mutants"
 COPIED = ("outboxio", "sql", "tests")
-TRIES = 4  # seeds that a mutant may survive before it counts as not noticed
+TRIES = 4  # seeds that a mutant may survive before it counts as undetected
 
 
 class Stage(Struct, frozen=True):
@@ -50,9 +50,9 @@ class Mutant(Struct, frozen=True):
     @classmethod
     def read(cls, patch: Path) -> Mutant:
         header = patch.read_text().partition("diff --git")[0].strip().splitlines()
-        told = dict(line.split(":", 1) for line in header[1:] if ":" in line)
-        stage = Stage(*(told.get(name, "").strip() for name in ("Database", "Seconds", "Faults", "Options")))
-        return cls(patch, header[0], int(told["Invariant"]), stage)
+        header_fields = dict(line.split(":", 1) for line in header[1:] if ":" in line)
+        stage = Stage(*(header_fields.get(name, "").strip() for name in ("Database", "Seconds", "Faults", "Options")))
+        return cls(patch, header[0], int(header_fields["Invariant"]), stage)
 
 
 class DoesNotApply(Exception):
@@ -69,15 +69,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         where = f"{stage.database}, {stage.faults or 'no faults'} {stage.options}".rstrip()
         print(f"unbroken, {where}: {f'finds {found} broken' if found else 'finds nothing'}", flush=True)
     for mutant in mutants:
-        verdict, is_caught = _judge(mutant, options.seed)
+        result, is_caught = _check(mutant, options.seed)
         bad += not is_caught
-        print(f"{mutant.patch.stem}: {verdict}", flush=True)
-    print(f"{len(mutants)} mutants, {bad} of these runs were not as they ought to be")
+        print(f"{mutant.patch.stem}: {result}", flush=True)
+    print(f"{len(mutants)} mutants, {bad} runs did not have the expected result")
     return int(bad > 0 or not mutants)
 
 
-def _judge(mutant: Mutant, seed: int) -> tuple[str, bool]:
-    """The verdict on a mutant, and True if the verdict is as it should be."""
+def _check(mutant: Mutant, seed: int) -> tuple[str, bool]:
+    """The result of a mutant, and True if it is as expected."""
     try:
         with copied(mutant.patch) as tree:
             for number in range(TRIES):
@@ -85,7 +85,7 @@ def _judge(mutant: Mutant, seed: int) -> tuple[str, bool]:
                 if mutant.invariant in found:
                     return f"caught, with seed {seed + number}: {INVARIANTS[mutant.invariant]}", True
     except DoesNotApply as why:
-        return f"THE PATCH DOES NOT APPLY any more; write it anew against what the code is now\n{why}", False
+        return f"THE PATCH DOES NOT APPLY any more; rewrite it for the current code\n{why}", False
     return f"NOT CAUGHT in {TRIES} runs, whose last found {sorted(found) or 'nothing'}: {mutant.what}", False
 
 
@@ -95,7 +95,7 @@ def _found_in_unbroken(stage: Stage, seed: int) -> list[int]:
 
 
 def _broken(tree: Path, stage: Stage, seed: int) -> set[int]:
-    """The invariants that a run in a tree finds broken."""
+    """The invariants that a run in a tree finds violated."""
     figures = tree / "figures.json"
     figures.unlink(missing_ok=True)
     command = [sys.executable, "-m", "tests.chaos", "--database", stage.database, "--seconds", stage.seconds]
@@ -110,7 +110,7 @@ def _broken(tree: Path, stage: Stage, seed: int) -> set[int]:
         "--json",
         str(figures),
     ]
-    # Histories of mutants are of no interest afterwards, so they are made below the tree.
+    # Histories of mutants are not needed afterwards, so they are written below the tree.
     environ = os.environ | {"TMPDIR": str(tree)}
     done = subprocess.run(command, cwd=tree, env=environ, capture_output=True, text=True)
     if not figures.exists():

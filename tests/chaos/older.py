@@ -1,7 +1,7 @@
-"""A process of a version without partitions, reduced to what matters to others.
+"""A process of a version without partitions, reduced to what affects others.
 
-``python -m tests.chaos.older '{...}'``. The process holds the lock of partition 0 under the name that all versions
-know, is not in ``instances``, and runs the rows of all partitions of its handler. PostgreSQL only.
+``python -m tests.chaos.older '{...}'``. The process holds the lock of partition 0 under the name known to all versions,
+is not in ``instances``, and runs the rows of all partitions of its handler. PostgreSQL only.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import asyncpg
 
 from outboxio.model.lock_name import LockName
 from tests.chaos.history import History, keep_log
-from tests.flow.worker import report, stop_when_told
+from tests.flow.worker import report, stop_on_sigterm
 
 TRY = "SELECT pg_try_advisory_lock($1)"
 RAISE_TERM = """
@@ -64,13 +64,13 @@ class Older:
         rows = await self._connection.fetch(FIND, self._handler, _now())
         for row in rows:
             number = next(self._numbers)
-            told = {"run": number, "event": str(row["event_id"]), "handler": self._handler}
+            config = {"run": number, "event": str(row["event_id"]), "handler": self._handler}
             self._history.write(
-                "start", **told, notification=str(row["id"]), sequence=row["sequence"], attempt=row["attempts"] + 1,
+                "start", **config, notification=str(row["id"]), sequence=row["sequence"], attempt=row["attempts"] + 1,
                 term=self._term, decided=moment,
             )  # fmt: skip
             await asyncio.sleep(0.02)
-            self._history.write("effect", **told)
+            self._history.write("effect", **config)
             self._history.write("finish", run=number, how="done")
             settling = next(self._numbers)
             written = [(str(row["id"]), self._handler, self._term)]
@@ -88,12 +88,12 @@ def _now() -> datetime:
     return datetime.now(UTC).replace(tzinfo=None)
 
 
-async def main(told: dict[str, Any]) -> None:
-    stop = stop_when_told()
-    keep_log(Path(told["folder"]), told["name"])
-    history = History(Path(told["folder"]), told["name"])
-    connection = await asyncpg.connect(told["direct"] or told["database"])
-    older = Older(connection, history, told["handler"])
+async def main(config: dict[str, Any]) -> None:
+    stop = stop_on_sigterm()
+    keep_log(Path(config["folder"]), config["name"])
+    history = History(Path(config["folder"]), config["name"])
+    connection = await asyncpg.connect(config["direct"] or config["database"])
+    older = Older(connection, history, config["handler"])
     await older.take()
     report("running")
     while not stop.is_set():

@@ -1,4 +1,4 @@
-"""Who owned which partition when, by the history of a run; and the two invariants of balance."""
+"""Who owned which partition when, according to the history of a run; and the two invariants of balance."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tests.chaos.history import Line
 SECOND = 1_000_000_000
 OWNED_AGAIN_WITHIN = 2 * SECOND
 TAKEN_BACK_WITHIN = SECOND * 9 // 10
-"""A process with its share leaves a partition that was given back alone for 1 s."""
+"""A process that has its share does not acquire a released partition for 1 s."""
 OFTEN, AGAIN_AND_AGAIN = 4, 3 * SECOND
 PROOFS_COME_WITHIN = SECOND * 3 // 2
-"""A process that works has two proofs of its locks within this time."""
+"""A working process proves its locks again within this time."""
 
 #: The faults of the database and of the network, during which no process may be able to take a lock; and an older
 #: version, beside which no process may. A blocked event loop, whose locks a thread proves without a line in the
-#: history, counts from the moment at which a handler blocks the loop.
+#: history, counts from the time at which a handler blocks the loop.
 DISTURBING = frozenset({"restart", "delay", "end-sessions", "cut", "black-hole", "exhaust", "cut-at-commit", "older"})
 
 Span = tuple[int, int]
@@ -39,22 +39,22 @@ class Tenure(NamedTuple):
 
 
 def owned_again(case: Case) -> Iterator[str]:
-    """The waits of rows in partitions that nobody owned, although a process could."""
+    """The waits of rows in partitions without an owner, although a process could own them."""
     tenures = {lock: list(_tenures(case, lock)) for lock in case.newest}
     able, disturbed = _merged(span for spans in _able(case).values() for span in spans), _disturbed(case)
-    told = set[tuple[str, int]]()
+    reported_ends = set[tuple[str, int]]()
     for run, since in _long_waits(case):
         wait = [(since, run.line.at)]
         owned = _merged((one.begin, one.end) for one in tenures.get(lock_of(run.slot), ()))
         unowned = _without(_common(_without(wait, owned), able), disturbed)
         for begin, end in unowned:
-            if end - begin > OWNED_AGAIN_WITHIN and (run.slot, end) not in told:
-                told.add((run.slot, end))
+            if end - begin > OWNED_AGAIN_WITHIN and (run.slot, end) not in reported_ends:
+                reported_ends.add((run.slot, end))
                 yield f"{run.slot} was owned by nobody for {(end - begin) / SECOND:.1f} s, while {run} waited"
 
 
 def _long_waits(case: Case) -> Iterator[tuple[Run, int]]:
-    """The first runs that began long after their event was committed, and after the last change of partitions."""
+    """The first runs that started long after their event was committed, and after the last partition change."""
     events = {line.action: line.events for line in case.lines("attempt")}
     committed = {event: line.at for line in case.lines("commit") for event in events.get(line.action, ())}
     ordered = [line.at for line in case.lines("fault") if line.how.startswith("repartition")]
@@ -71,10 +71,10 @@ def _long_waits(case: Case) -> Iterator[tuple[Run, int]]:
 
 
 def _tenures(case: Case, lock: str) -> Iterator[Tenure]:
-    """A process owns a lock until the loss is reported, the process has ended, or its last proof is over.
+    """A process owns a lock until the loss is reported, the process has ended, or its last proof has expired.
 
-    The last proof is the last before another process takes the lock: a proof that came a moment late, when no other
-    process could take the lock, changes nothing.
+    The last proof is the last before another process takes the lock: a late proof, when no other process could take the
+    lock, changes nothing.
     """
     lost = defaultdict[str, list[int]](list)
     for line in case.lines("lost"):
@@ -94,9 +94,9 @@ def _tenures(case: Case, lock: str) -> Iterator[Tenure]:
 
 
 def left_to_others(case: Case) -> Iterator[str]:
-    """The partitions that a process took back again and again after it had given the partition to others.
+    """The partitions that a process took back repeatedly after it had given them to others.
 
-    Once or twice is right: in between the process may have heard that another process has gone.
+    Once or twice is correct: in between the process may have learned that another process is gone.
     """
     given = defaultdict[str, list[Line]](list)
     for line in case.lines("released"):
@@ -106,7 +106,7 @@ def left_to_others(case: Case) -> Iterator[str]:
         back = [line for line in takings if any(0 < line.at - g.at < TAKEN_BACK_WITHIN for g in _of(given[lock], line))]
         for first, last in zip(back, back[OFTEN - 1 :], strict=False):
             if first.process == last.process and last.at - first.at < AGAIN_AND_AGAIN:
-                yield f"{last.process} gave {lock} back and took it again, {OFTEN} times within a few seconds"
+                yield f"{last.process} released and reacquired {lock} {OFTEN} times within a few seconds"
                 break
 
 
@@ -118,7 +118,7 @@ def _of(lines: Iterable[Line], other: Line) -> Iterator[Line]:
 
 
 def _able(case: Case) -> dict[str, list[Span]]:
-    """The times in which each process proved its locks, and was not asked to leave."""
+    """The times in which each process proved its locks and was not leaving."""
     begun = {line.process: line.at for line in case.lines("running")}
     leaving = {line.process: line.at for line in case.lines("leaving")}
     found: dict[str, list[Span]] = {}
@@ -134,7 +134,7 @@ def _able(case: Case) -> dict[str, list[Span]]:
 
 
 def _disturbed(case: Case) -> list[Span]:
-    """The times in which no process may be able to take a lock, and a while afterwards."""
+    """The times in which possibly no process can take a lock, and a while afterwards."""
     begun, found = dict[str, int](), list[Span]()
     for line in case.lines("fault"):
         name = line.how.split(" ", 1)[0]

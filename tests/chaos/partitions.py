@@ -1,8 +1,8 @@
-"""``python -m tests.chaos.partitions``: ordered rows, while processes come, go, freeze and die, and partitions change.
+"""``python -m tests.chaos.partitions``: ordered rows while processes start, leave, freeze and die, and partitions move.
 
-A single handler with 300 ordering keys. The checker of the chaos runs judges the history; in addition, only rows of
-processes that were killed or frozen may run twice. The report says how long rows waited from their commit to their
-start: in all, near each kind of step, and far from all steps.
+A single handler with 300 ordering keys. The checker of the chaos runs checks the history; in addition, only rows of
+killed or frozen processes may run twice. The report says how long rows waited from their commit to their start: in all,
+near each kind of step, and far from all steps.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ class Plan(Struct, frozen=True):
 
     rows: int = 100_000
     rate: float = 1000
-    """Rows in a second."""
+    """Rows per second."""
     keys: int = 300
     together: int = 5
-    """Rows of a commit."""
+    """Rows per commit."""
     seed: int = 1
     steps: tuple[str, ...] = (
         "join", "join", "16 partitions", "SIGTERM", "kill -9", "join", "SIGSTOP", "8 partitions", "join and kill -9",
@@ -80,7 +80,7 @@ class Waits(Struct):
 
 
 class Report(Struct):
-    """The verdict on a run."""
+    """The result of a run."""
 
     violations: list[Violation]
     repeated: int
@@ -99,7 +99,7 @@ class Report(Struct):
 
 
 class Steps:
-    """What happens to the processes and to the number of partitions."""
+    """What happens to the processes and to the partition count."""
 
     def __init__(self, arena: Arena, plan: Plan) -> None:
         self._arena = arena
@@ -113,16 +113,16 @@ class Steps:
         }
 
     async def take(self, name: str) -> None:
-        """Take a step, and write down when the step began and was over."""
-        self._arena.history.write("fault", state="begins", how=self._told(name))
+        """Take a step, and record its start and end."""
+        self._arena.history.write("fault", state="begins", how=self._label(name))
         if name in self._by_name:
             await self._by_name[name]()
         else:
             await self._arena.repartition(HANDLER, int(name.split()[0]))
-        self._arena.history.write("fault", state="is over", how=self._told(name))
+        self._arena.history.write("fault", state="is over", how=self._label(name))
 
     @staticmethod
-    def _told(name: str) -> str:
+    def _label(name: str) -> str:
         return f"repartition to {name}" if name.endswith("partitions") else name
 
     async def _join(self) -> None:
@@ -153,7 +153,7 @@ class Steps:
 
 
 async def run(place: Place, plan: Plan) -> Report:
-    """Produce at a steady pace, take the steps meanwhile, and judge the history."""
+    """Produce at a steady pace, take the steps at the same time, and check the history."""
     settings = {**SETTINGS, "lock_heartbeat": HEARTBEAT, "concurrency": 100, "shutdown_timeout": 10}
     async with Arena(place, plan.seed, plan.rate, HANDLER, settings) as arena:
         await arena.prepare(refuses=False)
@@ -180,7 +180,7 @@ async def _take_steps(steps: Steps, plan: Plan) -> None:
 
 
 async def _produce(url: str, arena: Arena, plan: Plan) -> None:
-    """Commit rows of random keys, and write down the events and the moment of each commit."""
+    """Commit rows of random keys, and record the events and the time of each commit."""
     chance, begun = Random(plan.seed), time.monotonic()
     async with Outbox(url, namespace="app") as outbox:
         for first in range(0, plan.rows, plan.together):
@@ -194,11 +194,11 @@ async def _produce(url: str, arena: Arena, plan: Plan) -> None:
             arena.history.write("commit", action=action)
 
 
-# --- the verdict -------------------------------------------------------------------------------------
+# --- the result --------------------------------------------------------------------------------------
 
 
 def _repeated(case: Case) -> tuple[int, list[str]]:
-    """The rows that ran twice: those of killed and frozen processes, and others, which no row may be among."""
+    """The rows that ran twice: those of killed and frozen processes, and others, of which there must be none."""
     left = {line.process for line in case.lines("left")}
     gone = {line.how for line in case.lines("exit")} - left
     thawed = {line.how for line in case.lines("fault") if line.state == "thawed"}
@@ -236,7 +236,7 @@ def _waits(lines: Sequence[Line]) -> list[Waits]:
 
 
 def _steps(lines: Sequence[Line]) -> Iterator[tuple[str, int, int]]:
-    """Each step, with its begin, and the end of the time after it."""
+    """Each step, with its start, and the end of the time after it."""
     begun: dict[str, int] = {}
     for line in lines:
         if line.what == "fault" and line.state == "begins":
@@ -277,7 +277,7 @@ def show(report: Report, console: Console) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
-    logging.getLogger("asyncpg").setLevel(logging.ERROR)  # that sessions are ended is no news here
+    logging.getLogger("asyncpg").setLevel(logging.ERROR)  # sessions are ended on purpose
     folder = Path(tempfile.mkdtemp(prefix=f"partitions-{options.database}-"))
     plan = Plan(options.rows, options.rate, options.keys, seed=options.seed)
     with site(options.database) as here, DIALECTS[here.server.dialect].fresh_database(here.server, folder) as url:

@@ -1,7 +1,7 @@
-"""A producer in a chaos run: executes concurrent actions until SIGTERM, and writes down how each action ended.
+"""A producer in a chaos run: executes concurrent actions until SIGTERM, and records how each action ended.
 
 ``python -m tests.chaos.producer '{...}'``. Some actions roll back, some are cancelled half-way. An action locks the row
-of its key before it emits, as every action must that wants order among transactions.
+of its key before it emits, as every action must that needs order among transactions.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from outboxio import Action, CommitUnknown, Event, Outbox, Settings, Transaction
 from tests.chaos.handlers import Happened
 from tests.chaos.history import History, keep_log
 from tests.chaos.worker import source_of
-from tests.flow.worker import report, stop_when_told
+from tests.flow.worker import report, stop_on_sigterm
 from tests.kit.sql import sql
 
 KEYS = 6
@@ -74,7 +74,7 @@ async def produce(
 
 
 async def execute(outbox: Outbox, history: History, act: Act) -> None:
-    """Execute an action to its end, and write down how the action ended."""
+    """Execute an action to its end, and record its outcome."""
     task = asyncio.current_task()
     try:
         await outbox.executor.execute(act)
@@ -82,7 +82,7 @@ async def execute(outbox: Outbox, history: History, act: Act) -> None:
     except CommitUnknown as error:
         end, why = "commit_unknown", repr(error)
     except asyncio.CancelledError as error:
-        # A cancellation that comes during COMMIT waits for its end.
+        # A cancellation during COMMIT waits until COMMIT has finished.
         tx, is_unknown = _of_task.get(task), isinstance(error.__cause__, CommitUnknown)
         is_committed = tx is not None and tx.is_committed
         end, why = "commit" if is_committed else "commit_unknown" if is_unknown else "rollback", "cancelled"
@@ -93,17 +93,17 @@ async def execute(outbox: Outbox, history: History, act: Act) -> None:
         history.write(end, action=str(tx.action_id), how=why[:200])
 
 
-async def main(told: dict[str, Any]) -> None:
-    stop = stop_when_told()
-    keep_log(Path(told["folder"]), told["name"])
-    history = History(Path(told["folder"]), told["name"])
-    settings = Settings.load(told["settings"], environ=None)
-    async with Outbox(source_of(told), namespace="app", settings=settings, resources=history) as outbox:
+async def main(config: dict[str, Any]) -> None:
+    stop = stop_on_sigterm()
+    keep_log(Path(config["folder"]), config["name"])
+    history = History(Path(config["folder"]), config["name"])
+    settings = Settings.load(config["settings"], environ=None)
+    async with Outbox(source_of(config), namespace="app", settings=settings, resources=history) as outbox:
         report("running")
         async with asyncio.TaskGroup() as group:
-            for number in range(told["tasks"]):
-                seed = told["seed"] * 100 + number
-                group.create_task(produce(outbox, history, stop, seed, told["tasks"] / told["rate"]))
+            for number in range(config["tasks"]):
+                seed = config["seed"] * 100 + number
+                group.create_task(produce(outbox, history, stop, seed, config["tasks"] / config["rate"]))
     history.write("left")
     report("left")
 

@@ -1,4 +1,4 @@
-"""A chaos run: processes work under a seeded schedule of faults, and then the checker judges the history."""
+"""A chaos run: processes work under a seeded schedule of faults, and then the checker checks the history."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class Plan(Struct, frozen=True):
     seed: int
     seconds: float
     faults: tuple[str, ...]
-    """Their names; those that are not possible here are left out."""
+    """The names of the faults; impossible faults are skipped."""
     workers: int = 2
     producers: int = 1
     rate: float = 30
-    """Actions that each producer executes in a second."""
+    """The rate of each producer, in actions per second."""
     quiet_within: float = 120
-    """Seconds in which everything must be done after the last fault; far more than it takes."""
+    """Seconds within which everything must be done after the last fault; much longer than needed."""
     older: bool = False
     """True if a process of an older version, without partitions, is there at the beginning."""
 
@@ -49,27 +49,27 @@ class Result(Struct):
     folder: str
 
 
-class Moment(Struct, frozen=True):
-    """A fault of a schedule, and the pause since the fault before."""
+class ScheduledFault(Struct, frozen=True):
+    """A fault of a schedule, and the pause since the previous one."""
 
     pause: float
     fault: Fault
     seed: int
 
 
-def schedule(plan: Plan, possible: Sequence[Fault]) -> list[Moment]:
+def schedule(plan: Plan, possible: Sequence[Fault]) -> list[ScheduledFault]:
     """The faults of a run, in order: the same for the same seed, and each kind equally often."""
-    chance, moments, at, bag = Random(plan.seed), list[Moment](), 0.0, list[Fault]()
+    chance, scheduled, at, bag = Random(plan.seed), list[ScheduledFault](), 0.0, list[Fault]()
     while possible and at < plan.seconds:
         bag = bag or chance.sample(possible, len(possible))
         pause = chance.uniform(*PAUSES)
-        moments.append(Moment(pause, bag.pop(), chance.getrandbits(32)))
+        scheduled.append(ScheduledFault(pause, bag.pop(), chance.getrandbits(32)))
         at += pause
-    return moments
+    return scheduled
 
 
 async def run(place: Place, plan: Plan) -> Result:
-    """Execute the plan, and judge the run."""
+    """Execute the plan, and check the run."""
     async with Arena(place, plan.seed, plan.rate) as arena:
         possible = [FAULTS[name] for name in plan.faults if FAULTS[name].is_possible(arena)]
         await arena.prepare(refuses=any(fault.name == "refuse" for fault in possible))
@@ -93,13 +93,13 @@ async def inject(arena: Arena, plan: Plan, possible: Sequence[Fault]) -> dict[st
     """Inject the schedule, each kind of fault once at a time; returns the count of each kind."""
     injected, under_way = Counter[str](), set[str]()
 
-    async def one(moment: Moment) -> None:
-        name = moment.fault.name
+    async def one(each: ScheduledFault) -> None:
+        name = each.fault.name
         arena.history.write("fault", state="begins", how=name)
         try:
-            how = await moment.fault.inject(arena, Random(moment.seed))
+            how = await each.fault.inject(arena, Random(each.seed))
         except (*arena.acts.cut, sqlite3.OperationalError) as error:
-            how = f"in vain, the database is down or locked: {error!r}"
+            how = f"no effect, because the database is down or locked: {error!r}"
         finally:
             under_way.discard(name)
         injected[name] += 1
@@ -110,17 +110,17 @@ async def inject(arena: Arena, plan: Plan, possible: Sequence[Fault]) -> dict[st
     async with asyncio.TaskGroup() as group:
         if plan.older:
             group.create_task(_older_leaves(arena, plan.seconds / 2))
-        for moment in schedule(plan, possible):
-            await asyncio.sleep(moment.pause)
-            if moment.fault.name not in under_way:
-                under_way.add(moment.fault.name)
-                group.create_task(one(moment))
+        for each in schedule(plan, possible):
+            await asyncio.sleep(each.pause)
+            if each.fault.name not in under_way:
+                under_way.add(each.fault.name)
+                group.create_task(one(each))
         await asyncio.sleep(max(0, ends - loop.time()))
     return dict(injected)
 
 
 async def _older_leaves(arena: Arena, after: float) -> None:
-    """While the older version is there, the others may not take the partitions of its handler."""
+    """While the older version runs, others may not take the partitions of its handler."""
     arena.history.write("fault", state="begins", how="older")
     await asyncio.sleep(after)
     await arena.older_leaves()

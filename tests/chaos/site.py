@@ -1,4 +1,4 @@
-"""Where chaos runs take place: a private server for each database, which a run may stop."""
+"""The servers of chaos runs: a private server for each database, which a run may stop."""
 
 from __future__ import annotations
 

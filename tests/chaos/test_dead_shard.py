@@ -1,6 +1,6 @@
-"""A shard of three falls silent: the healthy shards do not notice, and the third is back soon after its network.
+"""One of three shards becomes unresponsive: the others are not affected, and it recovers soon after its network.
 
-``OUTBOXIO_TEST_FULL_SIZE=1`` checks the promised figures under a lasting load; the figures are printed with ``-s``.
+``OUTBOXIO_TEST_FULL_SIZE=1`` checks the documented figures under a lasting load; ``-s`` prints the figures.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Handled:
 
 @pytest.fixture
 async def third(postgres_url: str, tmp_path: Path) -> AsyncIterator[tuple[dict[str, str], Proxy]]:
-    """The URLs of three databases on one server, and the proxy before the third."""
+    """The URLs of three databases on one server, and the proxy of the third."""
     server = Server("postgres", 0, postgres_url, "the same")
     async with AsyncExitStack() as stack:
         urls = [postgres_url]
@@ -54,7 +54,7 @@ async def third(postgres_url: str, tmp_path: Path) -> AsyncIterator[tuple[dict[s
 
 
 async def deposit(outbox: Outbox, shard: str, until: float) -> int:
-    """Execute actions on a shard until then; how many."""
+    """Execute actions on a shard until the given time; return how many."""
     number = 0
     while time.monotonic() < until:
         async with outbox.transaction("Deposit", shard=shard) as tx:
@@ -65,7 +65,7 @@ async def deposit(outbox: Outbox, shard: str, until: float) -> int:
 
 
 @pytest.mark.real_time("measures how long a shard takes to recover")
-async def test_a_silent_shard_disturbs_no_other_and_recovers(third: tuple[dict[str, str], Proxy]) -> None:
+async def test_an_unresponsive_shard_disturbs_no_other_and_recovers(third: tuple[dict[str, str], Proxy]) -> None:
     urls, proxy = third
     async with Outbox(urls, namespace="app", settings=Settings(lock_heartbeat=HEARTBEAT)) as outbox:
         handled = Handled(outbox)
@@ -76,14 +76,14 @@ async def test_a_silent_shard_disturbs_no_other_and_recovers(third: tuple[dict[s
             await eventually(lambda: handled.numbers.total() == sum(before))
             handled.delays.clear()
 
-            proxy.fall_silent()
+            proxy.stall()
             until = time.monotonic() + SILENCE
             meanwhile = await asyncio.gather(*(deposit(outbox, shard, until) for shard in SHARDS[:2]))
             expected = dict(zip(SHARDS, map(sum, zip(before, meanwhile, strict=False)), strict=False))
             await eventually(lambda: all(handled.numbers[shard] == number for shard, number in expected.items()))
             delays, kept = sorted(handled.delays), sum(meanwhile) / SILENCE / (sum(before[:2]) / BEFORE)
 
-            proxy.speak_again()
+            proxy.resume()
             back_at = time.monotonic()
             after = await deposit(outbox, "third", back_at + 0.5)
             await eventually(lambda: handled.numbers["third"] == before[2] + after, timeout=10)

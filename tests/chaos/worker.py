@@ -1,8 +1,8 @@
 """An instance of the application in a chaos run: all handlers, until SIGTERM, and a history of its steps.
 
 ``python -m tests.chaos.worker '{...}'``. Where the library has no hook, this module wraps private functions. A line of
-JSON on standard input orders mischief: ``{"do": "block", "seconds": 2}``; the end of the input means that the test has
-gone.
+JSON on standard input requests a disturbance: ``{"do": "block", "seconds": 2}``; the end of the input means that the
+test has ended.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from outboxio.model.lock_name import LockName
 from outboxio.model.outcome import Bucket, Lease
 from outboxio.runs.endings import EndUnknown
 from outboxio.runs.handler_transactions import HandlerTransactions
-from outboxio.runs.opening import RowClaim
+from outboxio.runs.opening import RowClaimer
 from outboxio.runs.run import Run
 from outboxio.runtime.lock_manager import LockManager
 from outboxio.runtime.shard_run import ShardRun
 from outboxio.storage import Shard
 from outboxio.storage.tables.partitions import PartitionTables
-from outboxio.support.aio import to_the_end
+from outboxio.support.aio import run_to_completion
 from tests.chaos.case import hook_of, slot_name
 from tests.chaos.handlers import SETS, Followed, Kind
 from tests.chaos.history import History, keep_log
@@ -60,10 +60,10 @@ class Instance:
     def __init__(self, history: History, seed: int) -> None:
         self.history = history
         self.random = random.Random(seed)
-        self.mischief: deque[dict[str, Any]] = deque()
+        self.disturbances: deque[dict[str, Any]] = deque()
         self.decided: dict[asyncio.Task[Any], tuple[Run, float]] = {}
         self.ignoring = 0
-        """How many runs ignore their cancellation at this moment."""
+        """The number of runs that currently ignore their cancellation."""
         self._calls: dict[Run, int] = {}
         self._numbers = iter(range(1, sys.maxsize))
 
@@ -88,11 +88,11 @@ class Instance:
         register(many if kind.in_batches else one)
 
     async def _handle(self, name: str, kind: Kind, envelopes: list[Envelope]) -> list[Envelope]:
-        orders = self.mischief.popleft() if self.mischief else {"do": ""}
-        numbers = [self._start(name, envelope, orders["do"]) for envelope in envelopes]
+        command = self.disturbances.popleft() if self.disturbances else {"do": ""}
+        numbers = [self._start(name, envelope, command["do"]) for envelope in envelopes]
         how, returned = "cancelled", list[Envelope]()
         try:
-            await self._misbehave(orders)
+            await self._disturb(command)
             chance = self.random.random()
             long = LONG if self.random.random() < RARELY and not kind.is_steady else 1
             await asyncio.sleep(max(kind.at_least, chance * kind.sleeps * long))
@@ -135,15 +135,15 @@ class Instance:
             envelope.emit(Followed(envelope.event.number))
         self.history.write("effect", run=number, handler=name, event=str(envelope.event_id))
 
-    async def _misbehave(self, orders: dict[str, Any]) -> None:
-        match orders["do"]:
+    async def _disturb(self, command: dict[str, Any]) -> None:
+        match command["do"]:
             case "block":
-                self.history.write("blocking", until=time.monotonic_ns() + int(orders["seconds"] * 1e9))
-                time.sleep(orders["seconds"])  # noqa: ASYNC251  # the event loop is what is blocked
+                self.history.write("blocking", until=time.monotonic_ns() + int(command["seconds"] * 1e9))
+                time.sleep(command["seconds"])  # noqa: ASYNC251  # the event loop is what is blocked
             case "ignore":
                 self.ignoring += 1
                 try:
-                    await to_the_end(asyncio.sleep(orders["seconds"]))
+                    await run_to_completion(asyncio.sleep(command["seconds"]))
                 finally:
                     self.ignoring -= 1
             case "exit":
@@ -155,7 +155,7 @@ class Instance:
 
 def watch_locks(history: History, stop: asyncio.Event) -> None:
     taken, lost, proven = ShardRun.lock_taken, ShardRun.lock_lost, ShardRun.locks_proven_until
-    release, give_back = LockManager.release, LockManager._give_back
+    release, give_back = LockManager.release, LockManager._release_names
 
     def lock_taken(self: ShardRun, name: LockName, lease: Lease) -> None:
         history.write("taken", lock=name.lease, term=lease.term)
@@ -165,9 +165,9 @@ def watch_locks(history: History, stop: asyncio.Event) -> None:
         history.write("lost", lock=name.lease)
         lost(self, name)
 
-    def locks_proven_until(self: ShardRun, moment: float) -> None:
-        history.write("proven", until=max(0, int(moment * 1e9)) if moment > 0 else 0)
-        proven(self, moment)
+    def locks_proven_until(self: ShardRun, until: float) -> None:
+        history.write("proven", until=max(0, int(until * 1e9)) if until > 0 else 0)
+        proven(self, until)
 
     async def release_all(self: LockManager) -> None:
         history.write("released", locks=[name.lease for name in self._leases if self.holds(name)], how="leaving")
@@ -179,12 +179,12 @@ def watch_locks(history: History, stop: asyncio.Event) -> None:
 
     ShardRun.lock_taken, ShardRun.lock_lost = lock_taken, lock_lost  # type: ignore[method-assign]
     ShardRun.locks_proven_until = locks_proven_until  # type: ignore[method-assign]
-    # mypy takes no new method for a class; the history needs the moment before the lock is given back.
-    LockManager.release, LockManager._give_back = release_all, give  # type: ignore[method-assign]
+    # mypy accepts no new method of a class; the history needs the time before the lock is released.
+    LockManager.release, LockManager._release_names = release_all, give  # type: ignore[method-assign]
 
 
 def watch_numbers(history: History) -> None:
-    """Automatic changes of a number of partitions."""
+    """Automatic changes of partition counts."""
     change = PartitionTables.set_automatic
 
     async def watched(self: PartitionTables, *args: Any, **values: Any) -> bool:
@@ -196,25 +196,25 @@ def watch_numbers(history: History) -> None:
 
 
 def watch_runs(instance: Instance) -> None:
-    """What each worker has decided to run, and when."""
-    has_time, next_run, moment = WorkerPool._has_time, Scheduler.next_run, 0.0
+    """What each worker decided to run, and when."""
+    has_time, next_run, decided_at = WorkerPool._has_time, Scheduler.next_run, 0.0
 
     def has_time_now(self: WorkerPool, now: float, loop: asyncio.AbstractEventLoop) -> bool:
-        nonlocal moment
-        moment = now
+        nonlocal decided_at
+        decided_at = now
         return has_time(self, now, loop)
 
     def decide(self: Scheduler) -> Run | None:
         run, task = next_run(self), asyncio.current_task()
         if run is not None and task is not None:
-            instance.decided[task] = run, moment
+            instance.decided[task] = run, decided_at
         return run
 
     WorkerPool._has_time, Scheduler.next_run = has_time_now, decide  # type: ignore[method-assign]
 
 
 def watch_outcomes(instance: Instance, outbox: Outbox) -> None:
-    """Outcomes that are written afterwards, and how many of each bucket the database took."""
+    """Outcomes that are written later, and how many of each bucket the database accepted."""
     notifications = database_of(outbox).notifications
 
     def watched(settle: Callable[[Bucket, datetime], Awaitable[int]]) -> Callable[[Bucket, datetime], Awaitable[int]]:
@@ -234,16 +234,16 @@ def watch_outcomes(instance: Instance, outbox: Outbox) -> None:
 
 def watch_transactions(instance: Instance) -> None:
     """Outcomes that are committed together with the handler's writes."""
-    finish, in_transaction = RowClaim.finish, HandlerTransactions.run
+    finish, in_transaction = RowClaimer.finish, HandlerTransactions.run
     settling: dict[asyncio.Task[Any] | None, tuple[int, list[Run]]] = {}
 
-    async def finish_them(self: RowClaim, session: Any, claimed: Any, ended: Any) -> None:
+    async def finish_them(self: RowClaimer, session: Any, claimed: Any, ended: Any) -> None:
         await finish(self, session, claimed, ended)
         rows = [row for row in claimed if row not in ended.failed]
         number = instance.number()
         settling[asyncio.current_task()] = number, rows
-        told = [(str(row.notification.id), row.notification.handler_name, 0) for row in rows]
-        instance.history.write("settling", run=number, state=ended.state, rows=told)
+        config = [(str(row.notification.id), row.notification.handler_name, 0) for row in rows]
+        instance.history.write("settling", run=number, state=ended.state, rows=config)
 
     async def work_in_transaction(self: HandlerTransactions, *args: Any) -> Any:
         try:
@@ -256,7 +256,7 @@ def watch_transactions(instance: Instance) -> None:
             if (mine := settling.pop(asyncio.current_task(), None)) is not None:
                 instance.history.write("settled", run=mine[0], number=sum(row.is_settled for row in mine[1]))
 
-    RowClaim.finish, HandlerTransactions.run = finish_them, work_in_transaction  # type: ignore[method-assign]
+    RowClaimer.finish, HandlerTransactions.run = finish_them, work_in_transaction  # type: ignore[method-assign]
 
 
 def watch_refusals(history: History) -> None:
@@ -277,7 +277,7 @@ def shift_clock(by: timedelta) -> None:
 
 
 async def exhaust(outbox: Outbox, seconds: float) -> None:
-    """Take all connections that actions and transactional handlers could have."""
+    """Take all connections that actions and transactional handlers could use."""
     database = database_of(outbox)
     async with AsyncExitStack() as stack, asyncio.timeout(seconds):
         while True:
@@ -287,30 +287,30 @@ async def exhaust(outbox: Outbox, seconds: float) -> None:
 # --- the process ---------------------------------------------------------------------------------
 
 
-def source_of(told: dict[str, Any]) -> str | Shard:
-    return Shard(told["database"], direct_url=told["direct"]) if told.get("direct") else told["database"]
+def source_of(config: dict[str, Any]) -> str | Shard:
+    return Shard(config["database"], direct_url=config["direct"]) if config.get("direct") else config["database"]
 
 
-async def main(told: dict[str, Any]) -> None:
+async def main(config: dict[str, Any]) -> None:
     loop, stop, bye = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
-    keep_log(Path(told["folder"]), told["name"])
-    history = History(Path(told["folder"]), told["name"])
-    instance = Instance(history, told["seed"])
+    keep_log(Path(config["folder"]), config["name"])
+    history = History(Path(config["folder"]), config["name"])
+    instance = Instance(history, config["seed"])
     helpers: set[asyncio.Task[Any]] = set()
-    outbox = Outbox(source_of(told), namespace="app", settings=Settings.load(told["settings"], environ=None))
+    outbox = Outbox(source_of(config), namespace="app", settings=Settings.load(config["settings"], environ=None))
 
     def read() -> None:
         lines = os.read(0, 65536)
         if not lines:
             os._exit(2)
         for line in lines.splitlines():
-            orders = json.loads(line)
-            if orders["do"] == "bye":
+            command = json.loads(line)
+            if command["do"] == "bye":
                 bye.set()
-            elif orders["do"] == "exhaust":
-                helpers.add(asyncio.create_task(_quietly(exhaust(outbox, orders["seconds"]))))
+            elif command["do"] == "exhaust":
+                helpers.add(asyncio.create_task(_quietly(exhaust(outbox, command["seconds"]))))
             else:
-                instance.mischief.append(orders)
+                instance.disturbances.append(command)
 
     loop.add_reader(0, read)
     loop.add_signal_handler(signal.SIGTERM, stop.set)
@@ -320,9 +320,9 @@ async def main(told: dict[str, Any]) -> None:
     watch_transactions(instance)
     watch_refusals(history)
     watch_outcomes(instance, outbox)
-    if told.get("minutes"):
-        shift_clock(timedelta(minutes=told["minutes"]))
-    for name, kind in SETS[told["handlers"]].items():
+    if config.get("minutes"):
+        shift_clock(timedelta(minutes=config["minutes"]))
+    for name, kind in SETS[config["handlers"]].items():
         instance.add_handler(outbox, name, kind)
     async with outbox:
         async with outbox.running() as running:
@@ -333,7 +333,7 @@ async def main(told: dict[str, Any]) -> None:
             history.write("leaving")
         history.write("counters", counters=counted(work))
         await asyncio.gather(*helpers)
-    await eventually(lambda: not instance.ignoring)  # no task could wait for such handlers, and they end at last
+    await eventually(lambda: not instance.ignoring)  # no task waits for such handlers, which end later
     helpers.add(asyncio.current_task())  # type: ignore[arg-type]
     for task in asyncio.all_tasks() - helpers:
         history.write("tasks", how=repr(task))
@@ -348,7 +348,7 @@ def counted(work: ShardRun) -> dict[str, int]:
 
 
 async def _quietly(work: Awaitable[None]) -> None:
-    """The work ends by its own time limit, or with the database."""
+    """The work ends by its own timeout, or with the database."""
     try:
         await work
     except Exception as error:

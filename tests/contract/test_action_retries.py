@@ -1,4 +1,4 @@
-"""Failures that run an action again, how often, and failures after which an action is never run again blindly."""
+"""Which failures run an action again, how often, and which never do."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.kit.probes import (
     open_transactions,
     written,
 )
-from tests.kit.server_acts import acts_on
+from tests.kit.server_actions import actions_on
 from tests.kit.sql import sql
 
 pytestmark = pytest.mark.with_tables
@@ -52,7 +52,7 @@ class Unlucky(Exception):
 
 
 class Failing:
-    """Runs of an action that fail with these errors in turn, and succeed in the end."""
+    """An action whose runs fail with these errors in turn and finally succeed."""
 
     def __init__(self, *errors: BaseException) -> None:
         self.errors = list(errors)
@@ -72,7 +72,7 @@ class Failing:
 
 
 def raised_from(error: BaseException, *causes: BaseException) -> BaseException:
-    """``error``, raised from the first of the causes, that from the next, and so on."""
+    """Raise ``error`` from the first cause, that from the next, and so on."""
     current = error
     for cause in causes:
         current.__cause__ = cause
@@ -80,7 +80,7 @@ def raised_from(error: BaseException, *causes: BaseException) -> BaseException:
     return error
 
 
-# --- what is retried without being asked for -------------------------------------------------------------
+# --- default retries -------------------------------------------------------------------------------------
 
 
 @pytest.mark.above_statements
@@ -98,23 +98,23 @@ async def test_a_stale_record_runs_the_whole_action_again(outbox: Outbox, look: 
 
 
 @pytest.mark.above_statements
-async def test_each_run_begins_at_its_own_moment(make_outbox: MakeOutbox, look: Look, clock: Any) -> None:
+async def test_each_run_starts_at_its_own_time(make_outbox: MakeOutbox, look: Look, clock: Any) -> None:
     outbox = await make_outbox(clock=clock)
-    began: list[Any] = []
+    started: list[Any] = []
 
     async def later(tx: Transaction) -> None:
-        began.append(tx.now)
+        started.append(tx.now)
         clock.advance("1m")
-        if len(began) == 1:
+        if len(started) == 1:
             raise StaleRecord("Wallet")
 
     await outbox.executor.execute(doing(later))
     (row,) = await written(look)
-    assert began[0] != began[1] == row["started_date"]
+    assert started[0] != started[1] == row["started_date"]
 
 
 @pytest.mark.above_statements
-async def test_expect_one_finds_a_version_that_has_moved_on(outbox: Outbox, look: Look) -> None:
+async def test_expect_one_detects_a_newer_version(outbox: Outbox, look: Look) -> None:
     async with outbox.transaction("Setup") as tx:
         await add_wallet(tx, "w1", 100)
     versions: list[int] = []
@@ -122,7 +122,7 @@ async def test_expect_one_finds_a_version_that_has_moved_on(outbox: Outbox, look
     async def withdraw(tx: Transaction) -> None:
         row = await tx.fetchrow("SELECT balance, version FROM wallets WHERE id = 'w1'")
         assert row is not None
-        # A version that a second instance has changed meanwhile, the first time.
+        # A version that a second instance has changed in between, on the first run.
         version = row["version"] - (1 if not versions else 0)
         versions.append(version)
         await tx.expect_one(
@@ -136,7 +136,7 @@ async def test_expect_one_finds_a_version_that_has_moved_on(outbox: Outbox, look
 
 
 @pytest.mark.above_statements
-async def test_expect_one_says_what_is_stale_and_refuses_two_rows_as_well(outbox: Outbox) -> None:
+async def test_expect_one_names_the_stale_row_and_refuses_two_rows(outbox: Outbox) -> None:
     async def none_or_two(tx: Transaction) -> None:
         with pytest.raises(StaleRecord, match=r"Wallet w1 is no longer at version 7, or does not exist") as caught:
             await tx.expect_one(
@@ -157,7 +157,7 @@ async def test_sqlalchemys_stale_data_counts_as_a_stale_record(outbox: Outbox) -
 
 
 @pytest.mark.above_statements
-async def test_a_stale_record_in_the_cause_chain_counts_and_one_that_is_only_context_does_not(outbox: Outbox) -> None:
+async def test_a_stale_record_counts_as_cause_but_not_as_context(outbox: Outbox) -> None:
     script = Failing(raised_from(Unlucky(), ValueError(), StaleRecord("Wallet")))
     assert await outbox.executor.execute(doing(script)) == 2
 
@@ -201,7 +201,7 @@ async def test_a_transaction_block_is_never_retried(outbox: Outbox) -> None:
 
 
 @needs_many_writers
-async def test_two_actions_that_lock_rows_crosswise_both_commit(outbox: Outbox, look: Look) -> None:
+async def test_two_actions_that_lock_rows_in_opposite_order_both_commit(outbox: Outbox, look: Look) -> None:
     async with outbox.transaction("Setup") as tx:
         await add_wallet(tx, "a", 0)
         await add_wallet(tx, "b", 0)
@@ -251,8 +251,8 @@ async def test_a_serialization_failure_is_retried(postgres_url: str, level: str)
     assert await look.value("SELECT balance FROM own") == 101
 
 
-async def test_a_serialization_failure_that_only_commit_finds_is_retried(postgres_url: str) -> None:
-    """Two serializable transactions, each of which reads rows that its partner writes: write skew."""
+async def test_a_serialization_failure_at_commit_is_retried(postgres_url: str) -> None:
+    """Two serializable transactions that each read rows written by the other: write skew."""
     look = Look(postgres_url)
     runs: list[int] = []
     both_have_read = asyncio.Barrier(2)
@@ -281,7 +281,7 @@ async def test_a_serialization_failure_that_only_commit_finds_is_retried(postgre
     assert await look.value("SELECT count(*) FROM doctors WHERE on_call") == 1
 
 
-async def test_a_busy_file_is_tried_again_until_it_is_free(sqlite_url: str) -> None:
+async def test_a_busy_file_is_retried_until_it_is_free(sqlite_url: str) -> None:
     other = sqlite3.connect(Path(urlsplit(sqlite_url).path[1:]), isolation_level=None)
     retries: list[str] = []
 
@@ -301,10 +301,10 @@ async def test_a_busy_file_is_tried_again_until_it_is_free(sqlite_url: str) -> N
         other.close()
     (line,) = retries
     assert "action 'Emit' failed with OperationalError" in line
-    assert "is run again in" in line
+    assert "; retrying in" in line
 
 
-async def test_a_file_that_stays_busy_fails_the_action_with_the_drivers_error(sqlite_url: str) -> None:
+async def test_a_file_that_stays_busy_raises_the_drivers_error(sqlite_url: str) -> None:
     async with Outbox(sqlite_url, namespace="app") as outbox:
         await outbox.migrate()
         async with outbox.transaction("DoNotWait") as tx:
@@ -319,7 +319,7 @@ async def test_a_file_that_stays_busy_fails_the_action_with_the_drivers_error(sq
         await outbox.executor.execute(Emit((1,)))
 
 
-# --- what is retried because it was asked for -----------------------------------------------------------
+# --- requested retries ----------------------------------------------------------------------------------
 
 
 @pytest.mark.above_statements
@@ -345,7 +345,7 @@ async def test_attempts_count_every_run(outbox: Outbox) -> None:
         assert script.runs == attempts
 
 
-async def test_retries_match_the_cause_chain_even_if_it_bites_its_tail(outbox: Outbox) -> None:
+async def test_retries_match_the_cause_chain_even_if_it_is_circular(outbox: Outbox) -> None:
     retry = Retry(on=Taken, attempts=2, delay=0)
     deep = Failing(raised_from(Unlucky(), ValueError(), KeyError(), SeatTaken()))
     assert await outbox.executor.execute(doing(deep, retry=retry)) == 2
@@ -358,14 +358,14 @@ async def test_retries_match_the_cause_chain_even_if_it_bites_its_tail(outbox: O
 
 
 @pytest.mark.above_statements
-async def test_a_retry_may_be_given_for_one_call_and_goes_before_the_actions_own(outbox: Outbox) -> None:
+async def test_a_retry_option_of_a_call_overrides_that_of_the_action(outbox: Outbox) -> None:
     script = Failing(Taken(), Taken(), Taken())
     action = doing(script, retry=Retry(on=Taken, attempts=2, delay=0))
     assert await outbox.executor.execute(action, retry=[Retry(on=Taken, attempts=4, delay=0)]) == 4
 
 
 @pytest.mark.above_statements
-async def test_each_entry_keeps_its_own_count(outbox: Outbox) -> None:
+async def test_each_retry_entry_has_its_own_count(outbox: Outbox) -> None:
     retry = [Retry(on=Taken, attempts=3, delay=0), Retry(on=Unlucky, attempts=3, delay=0)]
     script = Failing(Taken(), Unlucky(), Taken(), Unlucky())
     assert await outbox.executor.execute(doing(script, retry=retry)) == 5
@@ -376,13 +376,13 @@ async def test_each_entry_keeps_its_own_count(outbox: Outbox) -> None:
 
 
 @pytest.mark.above_statements
-async def test_an_own_entry_does_not_use_up_the_retries_by_default(outbox: Outbox) -> None:
+async def test_a_custom_retry_entry_does_not_use_up_default_retries(outbox: Outbox) -> None:
     script = Failing(Taken(), StaleRecord("Wallet"), Taken(), StaleRecord("Wallet"))
     assert await outbox.executor.execute(doing(script, retry=Retry(on=Taken, attempts=3, delay=0))) == 5
 
 
 @pytest.mark.above_statements
-async def test_a_retry_by_default_is_turned_off_with_one_attempt(outbox: Outbox) -> None:
+async def test_a_default_retry_is_disabled_with_one_attempt(outbox: Outbox) -> None:
     script = Failing(StaleRecord("Wallet"))
     with pytest.raises(StaleRecord):
         await outbox.executor.execute(doing(script), retry=Retry(on=StaleRecord, attempts=1))
@@ -390,7 +390,7 @@ async def test_a_retry_by_default_is_turned_off_with_one_attempt(outbox: Outbox)
 
 
 @pytest.mark.above_statements
-async def test_what_is_no_exception_is_never_retried(outbox: Outbox) -> None:
+async def test_a_base_exception_is_never_retried(outbox: Outbox) -> None:
     class Stop(BaseException):
         pass
 
@@ -417,7 +417,7 @@ async def test_a_cancellation_ends_the_wait_for_the_next_run(outbox: Outbox, loo
     assert await open_transactions(database_url) == []
 
 
-def test_a_retry_that_makes_no_sense_is_refused_where_it_is_written() -> None:
+def test_an_invalid_retry_option_is_refused_where_it_is_written() -> None:
     with pytest.raises(SettingsError, match=r"Retry\.attempts = 0: expected 1 or more"):
         Retry(on=Taken, attempts=0)
     with pytest.raises(SettingsError, match=r"Retry\.delay = -1: expected a duration"):
@@ -427,11 +427,11 @@ def test_a_retry_that_makes_no_sense_is_refused_where_it_is_written() -> None:
             Retry(on=on)  # type: ignore[arg-type]
 
 
-# --- what is never run again --------------------------------------------------------------------------------
+# --- failures that are never retried ------------------------------------------------------------------------
 
 
 async def test_a_connection_lost_during_commit_leaves_the_outcome_unknown(postgres_url: str) -> None:
-    """A constraint that is checked at COMMIT, and ends the session instead of answering."""
+    """A constraint checked at COMMIT that ends the session instead of responding."""
     look = Look(postgres_url)
     runs: list[UUID] = []
 
@@ -452,7 +452,7 @@ async def test_a_connection_lost_during_commit_leaves_the_outcome_unknown(postgr
                 "CREATE CONSTRAINT TRIGGER vanish AFTER INSERT ON own DEFERRABLE INITIALLY DEFERRED "
                 "FOR EACH ROW EXECUTE FUNCTION vanish()"
             )
-        # Asking for a retry of all errors does not help.
+        # A retry of all errors does not help.
         retry = Retry(on=(OutboxError, asyncpg.PostgresError, OSError), attempts=5, delay=0)
         with pytest.raises(CommitUnknown, match="the connection was lost during COMMIT of Scripted") as caught:
             await outbox.executor.execute(doing(run, retry=retry))
@@ -466,7 +466,7 @@ async def test_a_connection_lost_during_commit_leaves_the_outcome_unknown(postgr
 
 
 @needs_asyncpg
-async def test_a_refusal_at_commit_is_a_plain_error_and_leaves_a_clean_connection(postgres_url: str) -> None:
+async def test_a_refused_commit_is_a_plain_error_on_a_clean_connection(postgres_url: str) -> None:
     async def twice(tx: Transaction) -> None:
         tx.emit(WalletOpened(uuid4()))
         await tx.execute("INSERT INTO own VALUES (1)")
@@ -484,8 +484,8 @@ async def test_a_refusal_at_commit_is_a_plain_error_and_leaves_a_clean_connectio
 
 
 @needs_asyncpg
-async def test_a_connection_lost_before_commit_is_the_drivers_error_and_may_be_retried(server_url: str) -> None:
-    acts, runs = acts_on(server_url), 0
+async def test_a_connection_lost_before_commit_raises_the_drivers_error(server_url: str) -> None:
+    acts, runs = actions_on(server_url), 0
     lost: list[BaseException] = []
 
     async def lose(tx: Transaction) -> int:
@@ -510,8 +510,8 @@ async def test_a_connection_lost_before_commit_is_the_drivers_error_and_may_be_r
 
 
 @needs_asyncpg
-async def test_an_action_whose_lost_connection_was_overlooked_is_no_success(server_url: str) -> None:
-    acts = acts_on(server_url)
+async def test_an_action_that_ignores_its_lost_connection_fails(server_url: str) -> None:
+    acts = actions_on(server_url)
 
     async def overlook(tx: Transaction) -> None:
         with pytest.raises(acts.cut):
@@ -525,8 +525,8 @@ async def test_an_action_whose_lost_connection_was_overlooked_is_no_success(serv
     assert [row["action_name"] for row in await written(Look(server_url))] == ["Emit"]
 
 
-async def test_a_connection_that_cannot_be_reset_after_commit_is_nobodys_failure(postgres_url: str) -> None:
-    """The action is committed: an error now would invite the application to run the action again."""
+async def test_a_failed_connection_reset_after_commit_fails_no_action(postgres_url: str) -> None:
+    """The action is committed: an error now would make the application run it again."""
     resets = 0
 
     async def fail(connection: Any) -> None:

@@ -1,4 +1,4 @@
-"""An operator's views and orders, on every database."""
+"""Queries and operations of an operator, on every database."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.kit.app import Emit, Journal, MoneyDeposited, WalletOpened
 MakeOutbox = Callable[..., Awaitable[Outbox]]
 
 
-async def test_counts_say_how_many_there_are_in_each_state(outbox: Outbox, clock: MovableClock) -> None:
+async def test_counts_cover_each_state(outbox: Outbox, clock: MovableClock) -> None:
     outbox.handler(MoneyDeposited, name="succeeds")(Journal())
     outbox.handler(MoneyDeposited, name="refuses")(Journal(lambda envelope: Unprocessable()))
     outbox.handler(MoneyDeposited, name="fails")(Journal(lambda envelope: ValueError()))
@@ -40,7 +40,7 @@ async def test_counts_say_how_many_there_are_in_each_state(outbox: Outbox, clock
     }
 
 
-async def test_list_is_narrowed_down_and_newest_first(outbox: Outbox, clock: MovableClock) -> None:
+async def test_lists_are_filtered_and_newest_first(outbox: Outbox, clock: MovableClock) -> None:
     outbox.handler(MoneyDeposited, WalletOpened, name="first")(Journal())
     outbox.handler(MoneyDeposited, name="second")(Journal(lambda envelope: Unprocessable()))
     async with outbox.running():
@@ -63,7 +63,7 @@ async def test_list_is_narrowed_down_and_newest_first(outbox: Outbox, clock: Mov
         await admin.list(shard="elsewhere")
 
 
-async def test_a_record_has_the_rows_columns_as_values(outbox: Outbox, clock: MovableClock) -> None:
+async def test_a_record_has_the_columns_of_its_row(outbox: Outbox, clock: MovableClock) -> None:
     outbox.handler(MoneyDeposited, name="first")(Journal())
     wallet_id = uuid4()
     async with outbox.transaction("Deposit", {"n": 1}, correlation_id="c", headers={"h": "x"}) as tx:
@@ -79,23 +79,23 @@ async def test_a_record_has_the_rows_columns_as_values(outbox: Outbox, clock: Mo
     assert (record.event_date, record.updated_date) == (clock.now(), clock.now())
 
 
-async def test_retry_begins_anew_with_attempts_and_retention(outbox: Outbox, clock: MovableClock) -> None:
+async def test_retry_resets_attempts_and_retention(outbox: Outbox, clock: MovableClock) -> None:
     journal = Journal(lambda envelope: Unprocessable("not yet") if len(journal) == 1 else None)
     outbox.handler(MoneyDeposited, name="first")(journal)
     await outbox.executor.execute(Emit((1,)))
     await outbox.drain()
-    moment = clock.advance("30d")
+    retried_at = clock.advance("30d")
     (dead,) = await outbox.admin.list(state="DEAD")
 
     assert (await outbox.admin.retry([dead.id, uuid4()])).done == 1
     assert (await outbox.drain()).succeeded == 1
 
     (record,) = await outbox.admin.list()
-    assert (record.state, record.attempts, record.retention_from, len(record.errors)) == ("SUCCEEDED", 1, moment, 1)
+    assert (record.state, record.attempts, record.retention_from, len(record.errors)) == ("SUCCEEDED", 1, retried_at, 1)
     assert [envelope.attempt for envelope in journal.envelopes] == [1, 1]
 
 
-async def test_skip_ends_what_has_not_succeeded(outbox: Outbox) -> None:
+async def test_skip_finishes_rows_that_have_not_succeeded(outbox: Outbox) -> None:
     outbox.handler(MoneyDeposited, name="first")(
         Journal(lambda envelope: ValueError() if envelope.event.amount == 1 else None)
     )
@@ -109,19 +109,19 @@ async def test_skip_ends_what_has_not_succeeded(outbox: Outbox) -> None:
     assert {record.model_id: record.state for record in await outbox.admin.list()} == {"1": "SKIPPED", "2": "SUCCEEDED"}
 
 
-async def test_an_operator_touches_only_its_own_namespace(outbox: Outbox, make_outbox: MakeOutbox) -> None:
-    stranger = await make_outbox("stranger")
+async def test_an_operator_changes_only_their_own_namespace(outbox: Outbox, make_outbox: MakeOutbox) -> None:
+    other = await make_outbox("other")
     outbox.handler(MoneyDeposited, name="first")(Journal(lambda envelope: ValueError()))
     await outbox.executor.execute(Emit((1,)))
     await outbox.drain()
     (record,) = await outbox.admin.list()
 
-    assert await stranger.admin.list() == []
-    for order in (stranger.admin.retry, stranger.admin.skip):
-        operation = await order([record.id])
+    assert await other.admin.list() == []
+    for operate in (other.admin.retry, other.admin.skip):
+        operation = await operate([record.id])
         assert (operation.matched, operation.done) == (0, 0)
-    for order in (stranger.admin.unsubscribe("first"), stranger.admin.backfill("first", since=record.event_date)):
+    for operate in (other.admin.unsubscribe("first"), other.admin.backfill("first", since=record.event_date)):
         with pytest.raises(UnknownHandler):
-            await order
-    assert set((await stranger.admin.counts()).values()) == {0}
+            await operate
+    assert set((await other.admin.counts()).values()) == {0}
     assert await outbox.admin.list() == [record]

@@ -1,4 +1,4 @@
-"""An operator's orders in storage, on every database."""
+"""An operator's operations in storage, on every database."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ async def store(outbox: Outbox, look: Look) -> Store:
 
 
 @pytest.fixture
-async def stranger(make_outbox: MakeOutbox, look: Look) -> Store:
-    """A second service in the same database."""
-    stranger = Store(await make_outbox("stranger", clock=MovableClock(NOW)), look, "stranger")
-    await stranger.subscribe("ledger", ordered=True)
-    return stranger
+async def other_service(make_outbox: MakeOutbox, look: Look) -> Store:
+    """Another service in the same database."""
+    other_service = Store(await make_outbox("other", clock=MovableClock(NOW)), look, "other")
+    await other_service.subscribe("ledger", ordered=True)
+    return other_service
 
 
 # --- the holders of locks ------------------------------------------------------------------------
 
 
-async def test_the_last_holder_of_a_lock_is_known_and_whether_the_lock_was_given_back(store: Store) -> None:
+async def test_the_last_holder_of_a_lock_and_its_release_are_known(store: Store) -> None:
     database, subscriptions = store.database, store.database.subscriptions
     first, second, never = (LockName("app", "dispatch", "ledger", number) for number in range(3))
-    await subscriptions.begin({LockName("app", "since", "ledger"): None}, "me")
+    await subscriptions.set_start_dates({LockName("app", "since", "ledger"): None}, "me")
     lock = database.cluster_lock("me", None, 5.0)
     await lock.listen(lambda payload: None)
     try:
@@ -56,7 +56,7 @@ async def test_the_last_holder_of_a_lock_is_known_and_whether_the_lock_was_given
     finally:
         await lock.close()
 
-    assert {name: (holder.owner, holder.has_given_back) for name, holder in held.items()} == {
+    assert {name: (holder.owner, holder.is_released) for name, holder in held.items()} == {
         first: ("me", False),
         second: ("me", True),
     }
@@ -65,16 +65,16 @@ async def test_the_last_holder_of_a_lock_is_known_and_whether_the_lock_was_given
     assert await subscriptions.holders([]) == {}
 
 
-# --- looking -------------------------------------------------------------------------------------
+# --- queries -------------------------------------------------------------------------------------
 
 
-async def test_notifications_are_found_by_their_id_and_by_that_of_their_event(store: Store, stranger: Store) -> None:
+async def test_notifications_are_found_by_their_id_and_by_event_id(store: Store, other_service: Store) -> None:
     await store.subscribe("beside")
     await store.insert_notifications("a", "b", "c")
-    await stranger.insert_notifications("a")
+    await other_service.insert_notifications("a")
     [one, other] = await store.some(1)
     third = await store.row(3, "ledger")
-    theirs = (await stranger.rows())[0]
+    theirs = (await other_service.rows())[0]
     select = store.database.stored_notifications.select_by_id
 
     assert await select("app", [third.id]) == [third]
@@ -85,8 +85,8 @@ async def test_notifications_are_found_by_their_id_and_by_that_of_their_event(st
     assert await select("app", []) == []
 
 
-async def test_the_names_of_a_handler_are_its_own_and_its_aliases(store: Store, stranger: Store) -> None:
-    await stranger.subscribe("ledger", aliases=("theirs",))
+async def test_a_handlers_names_are_its_own_and_its_aliases(store: Store, other_service: Store) -> None:
+    await other_service.subscribe("ledger", aliases=("theirs",))
     await store.subscribe("accounts", aliases=("ledger", "books"))
     await store.subscribe("accounts", aliases=("registry",), types=("Another",))
     names_of = store.database.subscriptions.names_of
@@ -98,7 +98,7 @@ async def test_the_names_of_a_handler_are_its_own_and_its_aliases(store: Store, 
 # --- pauses --------------------------------------------------------------------------------------
 
 
-async def test_a_pause_lasts_until_its_end_and_is_remembered(store: Store) -> None:
+async def test_a_pause_lasts_until_it_ends_and_is_stored(store: Store) -> None:
     subscriptions = store.database.subscriptions
     assert await subscriptions.pauses("app") == []
     assert await subscriptions.unpause("app", "ledger", NOW) == 0
@@ -120,24 +120,24 @@ async def test_a_pause_lasts_until_its_end_and_is_remembered(store: Store) -> No
     assert pauses == [Pause("ledger", None, FOREVER), Pause("other", None, NOW)]
 
 
-async def test_services_pause_their_own_handlers(store: Store, stranger: Store) -> None:
-    await stranger.database.subscriptions.pause("stranger", "ledger", NOW)
+async def test_a_service_pauses_only_its_own_handlers(store: Store, other_service: Store) -> None:
+    await other_service.database.subscriptions.pause("other", "ledger", NOW)
     assert await store.database.subscriptions.pauses("app") == []
     assert await store.database.subscriptions.unpause("app", "ledger", NOW) == 0
-    assert await stranger.database.subscriptions.pauses("stranger") == [Pause("ledger", None, NOW)]
+    assert await other_service.database.subscriptions.pauses("other") == [Pause("ledger", None, NOW)]
 
 
 # --- resume --------------------------------------------------------------------------------------
 
 
-async def test_resuming_a_key_skips_what_parks_it_and_nothing_else(store: Store, stranger: Store) -> None:
+async def test_resuming_a_key_skips_only_what_parks_it(store: Store, other_service: Store) -> None:
     await store.insert_notifications("a", "a", "b", "a")
     await store.subscribe("accounts", ordered=True, aliases=("ledger",))
     await store.insert_notifications("a", "a")
     await store.subscribe("other", ordered=True)
     await store.insert_notifications("a", "")
-    await stranger.insert_notifications("a")
-    for of in (store, stranger):
+    await other_service.insert_notifications("a")
+    for of in (store, other_service):
         await of.put("DEAD", 1, 3, 6, 7, 8)
     await store.put("EXPIRED", 2)
     await store.put("BLOCKED", 4)
@@ -156,13 +156,13 @@ async def test_resuming_a_key_skips_what_parks_it_and_nothing_else(store: Store,
         changed = row.state == "SKIPPED"
         assert row.updated_date == (LATER if changed else before[row.id].updated_date)
         assert changed or row == before[row.id]
-    assert await stranger.labels("DEAD") == [1]
+    assert await other_service.labels("DEAD") == [1]
 
 
 # --- replay --------------------------------------------------------------------------------------
 
 
-async def test_finished_rows_are_replayed_as_if_they_were_new_and_keep_their_errors(store: Store) -> None:
+async def test_replayed_rows_are_like_new_and_keep_their_errors(store: Store) -> None:
     await store.insert_notifications("a", "a", now=NOW - timedelta(days=1))
     await store.put("DEAD", 1, attempts=3)
     await store.look.fetch("UPDATE {event_notifications} SET errors = '[{\"message\": \"no\"}]' WHERE model_id = '1'")
@@ -179,12 +179,12 @@ async def test_finished_rows_are_replayed_as_if_they_were_new_and_keep_their_err
     assert (await store.row(2)).updated_date == NOW - timedelta(days=1)
 
 
-async def test_a_replay_is_narrowed_down_by_names_dates_types_and_states(
-    store: Store, stranger: Store, clock: MovableClock
+async def test_a_replay_is_filtered_by_names_dates_types_and_states(
+    store: Store, other_service: Store, clock: MovableClock
 ) -> None:
     await store.subscribe("accounts")
     await store.subscribe("other")
-    for of in (store, stranger):
+    for of in (store, other_service):
         for day in range(4):
             clock.set(NOW + timedelta(days=day))
             await of.insert_notifications("a", now=clock.now())
@@ -204,10 +204,10 @@ async def test_a_replay_is_narrowed_down_by_names_dates_types_and_states(
 
     pending = {(row.model_id, row.handler_name) for row in await store.rows() if row.state == "PENDING"}
     assert pending == {("2", "ledger"), ("2", "accounts"), ("3", "ledger"), ("3", "accounts")}
-    assert await stranger.labels("PENDING") == []
+    assert await other_service.labels("PENDING") == []
 
 
-async def test_unfinished_rows_are_not_replayed_whatever_states_are_asked_for(store: Store) -> None:
+async def test_unfinished_rows_are_never_replayed(store: Store) -> None:
     unfinished = ("PENDING", "FAILED", "BLOCKED", "DYING")
     await store.insert_notifications(*"abcd")
     for number, state in enumerate(unfinished, 1):

@@ -1,4 +1,4 @@
-"""A database of Ekbatan's making is taken over: its rows go on where they were, and unknown tables are refused."""
+"""Adoption of a database created by Ekbatan: handlers continue where they were, and unknown tables are refused."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def tables(look: Look) -> str:
 
 
 def events(numbers: range, delivered: str) -> str:
-    """An INSERT as a writer of Ekbatan makes it: with the columns of Ekbatan only."""
+    """An INSERT as Ekbatan writes it, with only its columns."""
     date = f"'{utc_now() - timedelta(hours=1)}'"
     rows = ", ".join(
         f"('{UUID(int=number)}', 'app', '{UUID(int=number)}', 'Count', '{{}}', {date}, {date}, '{number}', 'Counter', "
@@ -68,7 +68,7 @@ def notification(number: int, state: str, attempts: int) -> str:
 
 
 async def ekbatan(look: Look, url: str) -> None:
-    """A database of Ekbatan in the middle of its life: each state, and 2 events that wait for fan-out."""
+    """A database of Ekbatan in use: each state, and 2 events waiting for fan-out."""
     await run_with_the_databases_own_tool(url, tables(look))
     await look.fetch(events(range(1, 5), "TRUE"))
     await look.fetch(events(range(5, 7), "FALSE"))
@@ -76,7 +76,7 @@ async def ekbatan(look: Look, url: str) -> None:
         await look.fetch(notification(number, state, attempts))
 
 
-async def test_each_handler_goes_on_where_it_was(server_url: str) -> None:
+async def test_each_handler_continues_where_it_was(server_url: str) -> None:
     look = Look(server_url)
     await ekbatan(look, server_url)
     seen = dict[int, int]()
@@ -94,7 +94,7 @@ async def test_each_handler_goes_on_where_it_was(server_url: str) -> None:
         assert await outbox.migrate(contract=True) == {"default": []}
         await outbox.check()
 
-        await look.fetch(events(range(7, 9), "FALSE"))  # a writer of Ekbatan goes on
+        await look.fetch(events(range(7, 9), "FALSE"))  # a writer of Ekbatan continues
         await outbox.drain()
 
     assert seen == {1: 1, 2: 3, 5: 1, 6: 1, 7: 1, 8: 1}
@@ -104,7 +104,7 @@ async def test_each_handler_goes_on_where_it_was(server_url: str) -> None:
     assert {found[number] for number in "15678"} == {("SUCCEEDED", 1)}
 
 
-async def test_an_interrupted_adoption_goes_on(server_url: str) -> None:
+async def test_an_interrupted_adoption_continues(server_url: str) -> None:
     look = Look(server_url)
     if look.dialect == "postgres":
         return  # the adoption is a single transaction there
@@ -116,16 +116,16 @@ async def test_an_interrupted_adoption_goes_on(server_url: str) -> None:
         await outbox.check()
 
 
-async def test_tables_that_nobody_can_explain_are_refused_and_nothing_changes(server_url: str) -> None:
+async def test_unknown_tables_are_refused_and_nothing_changes(server_url: str) -> None:
     look = Look(server_url)
     await ekbatan(look, server_url)
     await look.fetch("ALTER TABLE eventlog.events ADD COLUMN colour INT")
     async with Outbox(server_url, namespace="app") as outbox:
         with pytest.raises(
-            SchemaNotAdoptable, match=r"events\.colour is not of Ekbatan; nothing was changed"
+            SchemaNotAdoptable, match=r"events\.colour does not belong to Ekbatan; nothing was changed"
         ) as refused:
             await outbox.adopt()
-    assert refused.value.flaws == ("the column events.colour is not of Ekbatan",)
+    assert refused.value.flaws == ("the column events.colour does not belong to Ekbatan",)
     assert await look.value("SELECT count(*) FROM eventlog.event_notifications") == len(STATES)
 
 

@@ -1,4 +1,4 @@
-"""Alembic: a revision makes the tables that ``migrate()`` makes, and autogenerate leaves the tables alone."""
+"""Alembic: a revision creates the same tables as ``migrate()``, and autogenerate ignores them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.kit.app import Look
 pytestmark = pytest.mark.one_of_family
 
 OURS = ", include_name=include_name"
-#: Of a server, an administrator sees further databases; the application names its own.
+#: An administrator sees all databases of a server, so the application names its own.
 OURS_OF_ALL = (
     ", include_schemas=True, include_name=include_name_with("
     "lambda name, type_, parents: type_ != 'schema' or name in (None, 'eventlog'))"
@@ -36,7 +36,7 @@ IMPORT = "from outboxio.integrations.alembic import include_name, include_name_w
 
 
 def run(work: Coroutine[Any, Any, Any]) -> Any:
-    """Alembic has an event loop of its own, so the tests are no coroutines."""
+    """Alembic runs its own event loop, so the tests are synchronous."""
     return asyncio.run(work)
 
 
@@ -47,7 +47,7 @@ def with_import(config: Config) -> Config:
 
 
 async def migrated(url: str) -> dict[str, list[str]]:
-    """Check the tables, and migrate: the files that ``migrate()`` still had to apply."""
+    """Check the tables, migrate, and return the files that ``migrate()`` applied."""
     async with Outbox(url, namespace="app") as outbox:
         await outbox.check()
         return await outbox.migrate()
@@ -94,7 +94,7 @@ async def older_tables(url: str, newest: int = 4) -> None:
 
 
 @pytest.mark.parametrize("template", ["async", "generic"])
-def test_a_revision_makes_the_tables_that_migrate_makes(database_url: str, tmp_path: Path, template: str) -> None:
+def test_a_revision_creates_the_same_tables_as_migrate(database_url: str, tmp_path: Path, template: str) -> None:
     config = project(tmp_path, database_url, template=template)
     assert write_revision(config) is not None
 
@@ -112,7 +112,7 @@ async def _migrate(url: str) -> None:
         await outbox.migrate()
 
 
-def test_a_revision_finds_the_tables_of_migrate(database_url: str, tmp_path: Path) -> None:
+def test_a_revision_accepts_the_tables_of_migrate(database_url: str, tmp_path: Path) -> None:
     run(_migrate(database_url))
     config = project(tmp_path, database_url)
     write_revision(config)
@@ -122,7 +122,7 @@ def test_a_revision_finds_the_tables_of_migrate(database_url: str, tmp_path: Pat
     assert run(tables_in(database_url)) == before
 
 
-def test_a_revision_is_printed_as_sql_that_the_databases_own_tool_runs(database_url: str, tmp_path: Path) -> None:
+def test_a_revision_is_printed_as_sql_for_the_databases_own_tool(database_url: str, tmp_path: Path) -> None:
     config = project(tmp_path, database_url, template="generic")
     add_revision(config, "first", "outboxio.upgrade(op, to=4)")
     add_revision(config, "expand", "outboxio.upgrade(op, to=12, since=4)")
@@ -135,9 +135,7 @@ def test_a_revision_is_printed_as_sql_that_the_databases_own_tool_runs(database_
     assert run(migrated(database_url)) == {"default": []}
 
 
-def test_on_older_tables_a_revision_without_a_number_leaves_the_contract_file_as_migrate_does(
-    server_url: str, tmp_path: Path
-) -> None:
+def test_a_revision_on_older_tables_applies_contract_files_only_on_request(server_url: str, tmp_path: Path) -> None:
     every = [file.version for file in sql_files(Look(server_url).dialect)]
     run(older_tables(server_url))
     config = project(tmp_path, server_url)
@@ -163,15 +161,15 @@ async def _versions(url: str) -> list[int]:
 
 
 async def _announce(url: str) -> None:
-    """What a process of the former version writes."""
+    """Announce a process of the previous version."""
     await Look(url).fetch(
         "INSERT INTO {subscriptions} (namespace, handler_name, event_type, topic, aliases, priority, ordered,"
         f" last_seen_date) VALUES ('app', 'old-handler', 'Paid', '', '[]', 0, FALSE, '{utc_now()}')"
     )
 
 
-def test_an_interrupted_revision_is_run_again(database_url: str, tmp_path: Path) -> None:
-    """MySQL and MariaDB have committed a part of the file, the other databases have committed nothing."""
+def test_an_interrupted_revision_can_be_repeated(database_url: str, tmp_path: Path) -> None:
+    """MySQL and MariaDB have committed part of the file; the other databases have committed nothing."""
     config = project(tmp_path, database_url)
     add_revision(config, "tables", "outboxio.upgrade(op, to=1)")
     add_revision(config, "fails", "outboxio.upgrade(op, to=12); op.execute('SELECT * FROM there_is_no_such_table')")
@@ -189,7 +187,7 @@ def add_revision_again(config: Config) -> None:
     failing.write_text(failing.read_text().split("; op.execute")[0] + "\ndef downgrade() -> None: ...\n")
 
 
-def test_a_file_that_was_interrupted_between_two_statements_is_taken_up_there(mysql_url: str, tmp_path: Path) -> None:
+def test_a_file_interrupted_between_two_statements_is_resumed(mysql_url: str, tmp_path: Path) -> None:
     look = Look(mysql_url)
     run(older_tables(mysql_url))
     for statement in statements_in(sql_files(look.dialect)[4].text)[:3]:
@@ -206,7 +204,7 @@ def test_a_file_that_was_interrupted_between_two_statements_is_taken_up_there(my
 
 
 @pytest.mark.parametrize("configure", [OURS, OURS_OF_ALL], ids=["default-schema", "all-schemas"])
-def test_autogenerate_has_nothing_to_do_beside_the_tables_of_outboxio(
+def test_autogenerate_finds_nothing_to_do_for_outboxio_tables(
     database_url: str, tmp_path: Path, configure: str
 ) -> None:
     run(create_orders(database_url))

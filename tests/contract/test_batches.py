@@ -1,4 +1,4 @@
-"""Batch handlers: many events per call, split after a failure, gathered for a while or until a moment."""
+"""Batch handlers: many events per call, split after a failure, gathered for a while or until a scheduled time."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NOON = datetime(2026, 3, 1, 12)
 
 
 class Calls:
-    """A batch handler that remembers the amounts of each call."""
+    """A batch handler that records the amounts of each call."""
 
     def __init__(self, bad: frozenset[int] = frozenset(), error: type[Exception] = ValueError) -> None:
         self.calls: list[list[int]] = []
@@ -67,7 +67,7 @@ async def amounts_in(look: Look, state: str) -> list[int]:
     return [int(row["model_id"]) for row in rows if row["state"] == state]
 
 
-async def test_a_call_gets_as_many_events_as_it_may(outbox: Outbox) -> None:
+async def test_a_call_gets_as_many_events_as_allowed(outbox: Outbox) -> None:
     calls = Calls()
     outbox.handler(MoneyDeposited, name="report", batch=Batch(size=40))(calls)
     await emit(outbox, 100)
@@ -77,7 +77,7 @@ async def test_a_call_gets_as_many_events_as_it_may(outbox: Outbox) -> None:
     assert sorted(amount for call in calls.calls for amount in call) == list(range(100))
 
 
-async def test_a_poisoned_row_is_found_in_few_calls(make_outbox: MakeOutbox, clock: MovableClock, look: Look) -> None:
+async def test_a_poison_row_is_found_in_few_calls(make_outbox: MakeOutbox, clock: MovableClock, look: Look) -> None:
     outbox = await make_outbox(clock=clock)
     calls = Calls(frozenset({77}))
     retry = RetryPolicy(max_attempts=3)
@@ -98,7 +98,7 @@ async def test_a_poisoned_row_is_found_in_few_calls(make_outbox: MakeOutbox, clo
     assert {row["attempts"] for row in rows} == {1}
 
 
-async def test_unprocessable_ends_the_row_that_is_alone_with_it(outbox: Outbox, look: Look) -> None:
+async def test_unprocessable_finishes_the_only_row_of_its_call(outbox: Outbox, look: Look) -> None:
     calls = Calls(frozenset({3, 6}), Unprocessable)
     outbox.handler(MoneyDeposited, name="report", batch=Batch(size=8))(calls)
     await emit(outbox, 8)
@@ -109,7 +109,7 @@ async def test_unprocessable_ends_the_row_that_is_alone_with_it(outbox: Outbox, 
     assert await look.states() == {"SUCCEEDED": 6, "DEAD": 2}
 
 
-async def test_a_handler_may_return_what_failed(outbox: Outbox, look: Look) -> None:
+async def test_a_handler_may_return_the_failed_events(outbox: Outbox, look: Look) -> None:
     calls = 0
 
     @outbox.handler(MoneyDeposited, name="report", batch=Batch(size=10))
@@ -129,7 +129,7 @@ async def test_a_handler_may_return_what_failed(outbox: Outbox, look: Look) -> N
     assert errors["DEAD"]["message"] == "no such wallet"  # type: ignore[index]
 
 
-async def test_what_cannot_be_among_the_failed_fails_the_call(outbox: Outbox, look: Look) -> None:
+async def test_an_invalid_list_of_failed_events_fails_the_call(outbox: Outbox, look: Look) -> None:
     @outbox.handler(MoneyDeposited, name="report", batch=Batch(size=2))
     async def report(envelopes: Envelopes) -> Any:
         return ["nonsense"]
@@ -141,7 +141,7 @@ async def test_what_cannot_be_among_the_failed_fails_the_call(outbox: Outbox, lo
     assert "expected envelopes of this call" in str(record.errors[-1]["message"])
 
 
-async def test_retry_after_puts_the_whole_call_off(make_outbox: MakeOutbox, clock: MovableClock, look: Look) -> None:
+async def test_retry_after_delays_the_whole_call(make_outbox: MakeOutbox, clock: MovableClock, look: Look) -> None:
     outbox = await make_outbox(clock=clock)
     sizes: list[int] = []
 
@@ -162,7 +162,7 @@ async def test_retry_after_puts_the_whole_call_off(make_outbox: MakeOutbox, cloc
     assert {row["attempts"] for row in await look.notifications()} == {1}
 
 
-async def test_a_row_that_cannot_be_decoded_fails_alone(outbox: Outbox, look: Look) -> None:
+async def test_an_undecodable_row_fails_alone(outbox: Outbox, look: Look) -> None:
     calls = Calls()
     outbox.handler(MoneyDeposited, name="report", batch=Batch(size=5))(calls)
     await emit(outbox, 5)
@@ -174,7 +174,7 @@ async def test_a_row_that_cannot_be_decoded_fails_alone(outbox: Outbox, look: Lo
     assert (await amounts_in(look, "FAILED"), calls.sizes) == ([2], [4])
 
 
-async def test_a_call_that_takes_too_long_is_cancelled_and_split(outbox: Outbox, look: Look) -> None:
+async def test_a_call_past_its_timeout_is_cancelled_and_split(outbox: Outbox, look: Look) -> None:
     sizes: list[int] = []
 
     @outbox.handler(MoneyDeposited, name="report", batch=Batch(size=4), timeout=0.1)
@@ -192,7 +192,7 @@ async def test_a_call_that_takes_too_long_is_cancelled_and_split(outbox: Outbox,
     assert record.errors[-1]["type"] == "TimeoutError"
 
 
-async def test_a_transactional_batch_is_one_transaction_a_call(outbox: Outbox, look: Look) -> None:
+async def test_each_call_of_a_transactional_batch_is_one_transaction(outbox: Outbox, look: Look) -> None:
     @outbox.handler(MoneyDeposited, name="report", batch=Batch(size=8), delivery="transactional")
     async def report(envelopes: Envelopes) -> Any:
         for envelope in envelopes:
@@ -215,10 +215,8 @@ async def test_a_transactional_batch_is_one_transaction_a_call(outbox: Outbox, l
 
 
 @pytest.mark.real_time("runs last for a part of their time limit")
-async def test_the_parts_of_a_call_wait_for_the_transactions_of_others_outside_their_own_time(
-    outbox: Outbox, look: Look
-) -> None:
-    """There are fewer transactions than calls, and all parts together take longer than the time limit of a call."""
+async def test_waiting_for_a_transaction_does_not_count_toward_the_timeout(outbox: Outbox, look: Look) -> None:
+    """There are fewer transactions than calls, and all parts together take longer than the timeout of a call."""
     alone = 0
 
     @outbox.handler(
@@ -237,7 +235,7 @@ async def test_the_parts_of_a_call_wait_for_the_transactions_of_others_outside_t
     assert (drained.failed, drained.succeeded) == (0, alone)
 
 
-async def test_what_a_batch_emits_has_the_cause_of_its_envelope(outbox: Outbox, look: Look) -> None:
+async def test_events_of_a_batch_have_the_cause_of_their_envelope(outbox: Outbox, look: Look) -> None:
     @outbox.handler(MoneyDeposited, name="report", batch=Batch(size=3))
     async def report(envelopes: Envelopes) -> None:
         for envelope in envelopes:
@@ -254,21 +252,21 @@ async def test_what_a_batch_emits_has_the_cause_of_its_envelope(outbox: Outbox, 
 
 
 async def test_hooks_are_called_for_each_dead_row_of_a_batch(outbox: Outbox, look: Look) -> None:
-    told: list[int] = []
+    hook_calls: list[int] = []
 
     async def on_dead(envelope: EventEnvelope[MoneyDeposited], error: HandlerFailed) -> None:
-        told.append(int(envelope.event.amount))
+        hook_calls.append(int(envelope.event.amount))
 
     calls = Calls(frozenset({1, 2}), Unprocessable)
     outbox.handler(MoneyDeposited, name="report", batch=Batch(size=5), on_dead=on_dead)(calls)
     await emit(outbox, 5)
     await outbox.drain()
 
-    assert sorted(told) == [1, 2]
+    assert sorted(hook_calls) == [1, 2]
     assert await look.states() == {"SUCCEEDED": 3, "DEAD": 2}
 
 
-async def test_events_wait_for_others_but_not_for_ever(outbox: Outbox) -> None:
+async def test_events_wait_for_others_for_a_bounded_time(outbox: Outbox) -> None:
     calls = Calls()
     outbox.handler(MoneyDeposited, name="report", batch=Batch(size=4, max_wait="300ms"))(calls)
     async with outbox.running():
@@ -284,7 +282,7 @@ async def test_events_wait_for_others_but_not_for_ever(outbox: Outbox) -> None:
     assert (sorted(calls.calls[0]), calls.calls[1]) == ([0, 1, 2, 3], [4])
 
 
-async def test_without_a_wait_an_event_goes_at_once(outbox: Outbox) -> None:
+async def test_without_a_wait_an_event_is_handled_at_once(outbox: Outbox) -> None:
     calls = Calls()
     outbox.handler(MoneyDeposited, name="report", batch=Batch(max_wait=0))(calls)
     async with outbox.running():
@@ -303,7 +301,7 @@ async def test_a_drain_does_not_wait_for_a_batch_to_fill(outbox: Outbox) -> None
     assert (drained.succeeded, calls.sizes) == (25, [10, 10, 5])
 
 
-async def test_a_drain_fills_calls_that_are_larger_than_what_is_read_at_once(make_outbox: MakeOutbox) -> None:
+async def test_a_drain_fills_calls_larger_than_one_read(make_outbox: MakeOutbox) -> None:
     only_fanout = await make_outbox(settings=Settings(handling_enabled=False))
     only_fanout.handler(MoneyDeposited, name="report", batch=Batch())(Calls())
     await emit(only_fanout, 100)
@@ -315,18 +313,18 @@ async def test_a_drain_fills_calls_that_are_larger_than_what_is_read_at_once(mak
     assert calls.sizes == [40, 40, 20]
 
 
-async def test_what_has_gathered_is_called_although_another_handler_cannot_be_lined_up(outbox: Outbox) -> None:
+async def test_gathered_events_are_handled_although_another_queue_cannot_be_read(outbox: Outbox) -> None:
     calls, journal = Calls(), Journal()
     outbox.handler(MoneyDeposited, name="report", batch=Batch(size=2, max_wait="10ms"))(calls)
     outbox.handler(MoneyDeposited, name="ledger", ordered=True)(journal)
-    lines = database_of(outbox).ordering
-    find_heads = lines.find_heads
+    key_queues = database_of(outbox).ordering
+    find_heads = key_queues.find_heads
 
     async def fail_once(*args: Any, **options: Any) -> Any:
-        lines.find_heads = find_heads
-        raise ConnectionResetError("the database is gone for a moment")
+        key_queues.find_heads = find_heads
+        raise ConnectionResetError("the connection was reset")
 
-    lines.find_heads = fail_once
+    key_queues.find_heads = fail_once
     async with outbox.transaction("Deposit") as tx:
         for number in range(4):
             tx.emit(MoneyDeposited(uuid4(), Decimal(number)), ordering_key="one")
@@ -335,8 +333,8 @@ async def test_what_has_gathered_is_called_although_another_handler_cannot_be_li
         await eventually(lambda: sum(calls.sizes) == 4)
 
 
-@pytest.mark.real_time("calls last long enough for others to begin beside them")
-async def test_one_call_at_a_time_unless_more_are_wanted(make_outbox: MakeOutbox) -> None:
+@pytest.mark.real_time("calls last long enough for others to start beside them")
+async def test_calls_run_one_at_a_time_by_default(make_outbox: MakeOutbox) -> None:
     running, most = 0, {"one": 0, "three": 0}
 
     def counting(name: str) -> Any:
@@ -358,7 +356,7 @@ async def test_one_call_at_a_time_unless_more_are_wanted(make_outbox: MakeOutbox
     assert most == {"one": 1, "three": 3}
 
 
-async def test_the_class_form_handles_a_list(outbox: Outbox) -> None:
+async def test_a_handler_class_can_handle_batches(outbox: Outbox) -> None:
     class Report(EventHandler[MoneyDeposited]):
         name = "report"
         batch = Batch(size=3)
@@ -377,19 +375,19 @@ async def test_the_class_form_handles_a_list(outbox: Outbox) -> None:
     assert report.sizes == [3, 3, 1]
 
 
-async def test_a_shutdown_uses_up_no_attempt_of_a_batch(make_outbox: MakeOutbox, look: Look) -> None:
+async def test_a_shutdown_uses_no_attempt_of_a_batch(make_outbox: MakeOutbox, look: Look) -> None:
     outbox = await make_outbox(settings=Settings(shutdown_timeout=0))
-    begun = asyncio.Event()
+    started = asyncio.Event()
 
     @outbox.handler(MoneyDeposited, name="report", batch=Batch(size=5))
     async def report(envelopes: Envelopes) -> None:
-        begun.set()
+        started.set()
         await hang()
 
     async with outbox.running():
         await emit(outbox, 5)
         async with asyncio.timeout(20):
-            await begun.wait()
+            await started.wait()
 
     assert [(row["state"], row["attempts"]) for row in await look.notifications()] == [("PENDING", 0)] * 5
 
@@ -403,7 +401,9 @@ def noon(clock: MovableClock) -> MovableClock:
     return clock
 
 
-async def test_nothing_is_called_before_its_moment(make_outbox: MakeOutbox, noon: MovableClock, look: Look) -> None:
+async def test_no_event_is_handled_before_the_scheduled_time(
+    make_outbox: MakeOutbox, noon: MovableClock, look: Look
+) -> None:
     outbox = await make_outbox(clock=noon)
     calls = Calls()
     outbox.handler(MoneyDeposited, name="report", batch=Batch(size=10, schedule="0 0 * * *"))(calls)
@@ -420,7 +420,7 @@ async def test_nothing_is_called_before_its_moment(make_outbox: MakeOutbox, noon
     assert [sorted(call) for call in calls.calls] == [list(range(10))]
 
 
-async def test_what_came_after_a_moment_waits_for_the_next(make_outbox: MakeOutbox, noon: MovableClock) -> None:
+async def test_later_events_wait_for_the_next_scheduled_time(make_outbox: MakeOutbox, noon: MovableClock) -> None:
     outbox = await make_outbox(clock=noon)
     calls = Calls()
     outbox.handler(MoneyDeposited, name="report", batch=Batch(schedule="0 0 * * *"))(calls)
@@ -438,7 +438,7 @@ async def test_what_came_after_a_moment_waits_for_the_next(make_outbox: MakeOutb
     assert calls.calls == [[0, 1], [2, 3]]
 
 
-async def test_a_moment_that_was_missed_is_made_up_for(make_outbox: MakeOutbox, noon: MovableClock, look: Look) -> None:
+async def test_a_missed_scheduled_time_is_made_up_for(make_outbox: MakeOutbox, noon: MovableClock, look: Look) -> None:
     only_fanout = await make_outbox(clock=noon, settings=Settings(handling_enabled=False))
     only_fanout.handler(MoneyDeposited, name="report", batch=Batch(schedule="0 0 * * *"))(Calls())
     await emit(only_fanout, 3)
@@ -455,7 +455,7 @@ async def test_a_moment_that_was_missed_is_made_up_for(make_outbox: MakeOutbox, 
     assert calls.calls == [[0, 1, 2, 3]]
 
 
-async def test_retention_begins_with_the_moment(make_outbox: MakeOutbox, noon: MovableClock) -> None:
+async def test_retention_starts_at_the_scheduled_time(make_outbox: MakeOutbox, noon: MovableClock) -> None:
     outbox = await make_outbox(clock=noon)
     calls = Calls()
     outbox.handler(MoneyDeposited, name="report", batch=Batch(schedule="0 0 1 * *"))(calls)
@@ -468,7 +468,7 @@ async def test_retention_begins_with_the_moment(make_outbox: MakeOutbox, noon: M
     assert (drained.succeeded, drained.expired) == (1, 0)
 
 
-async def test_a_row_that_failed_is_tried_again_by_its_backoff(make_outbox: MakeOutbox, noon: MovableClock) -> None:
+async def test_a_failed_row_is_retried_by_its_backoff(make_outbox: MakeOutbox, noon: MovableClock) -> None:
     outbox = await make_outbox(clock=noon)
     calls = Calls(frozenset({0}))
     outbox.handler(MoneyDeposited, name="report", batch=Batch(schedule="0 0 * * *"))(calls)

@@ -1,4 +1,4 @@
-"""Bootstrap: a handler gets an event for each row, beside writers, once each, and in order."""
+"""Bootstrap: a handler gets one event per row, in order, while other transactions write."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from outboxio import (
     InvalidEvent,
     Operation,
     Outbox,
+    SelfDeadlock,
     Snapshot,
     Transaction,
     UnknownHandler,
-    WaitsForItself,
 )
 from outboxio.operations import bootstrapping
 from outboxio.runs import ordering
@@ -68,7 +68,7 @@ async def rows(tx: Transaction, after: str | None, limit: int) -> Sequence[Any]:
 
 
 class Seen:
-    """Remembers the balances of each wallet, in the order in which the handler ran."""
+    """Records the balances of each wallet, in the order of the runs."""
 
     def __init__(self) -> None:
         self.balances: dict[str, list[int]] = {}
@@ -95,7 +95,7 @@ def numbers(operation: Operation) -> tuple[str, int, int, int]:
 
 
 async def fails_at(outbox: Outbox, call: int, **options: Any) -> None:
-    """A bootstrap whose read fails at a call."""
+    """A bootstrap whose read fails at the given call."""
     calls = 0
 
     async def failing(tx: Transaction, after: str | None, limit: int) -> Sequence[Any]:
@@ -116,7 +116,7 @@ async def is_blocked(look: Look) -> bool:
 # --- rows ------------------------------------------------------------------------------------------
 
 
-async def test_a_handler_gets_each_row_once_and_no_other_handler_does(outbox: Outbox, look: Look) -> None:
+async def test_only_the_bootstrapped_handler_gets_each_row_once(outbox: Outbox, look: Look) -> None:
     seen, other = view_of(outbox), view_of(outbox, "other")
     ids = await open_wallets(look, 7)
 
@@ -135,7 +135,7 @@ async def test_a_handler_gets_each_row_once_and_no_other_handler_does(outbox: Ou
     assert await outbox.admin.backfill("other", since=datetime(2000, 1, 1)) == 0
 
 
-async def test_a_finished_bootstrap_emits_nothing_unless_again(outbox: Outbox, look: Look) -> None:
+async def test_a_finished_bootstrap_emits_nothing_unless_repeated(outbox: Outbox, look: Look) -> None:
     seen = view_of(outbox)
     [id] = await open_wallets(look, 1)
     first = await outbox.bootstrap("view", rows, to_event, key="id")
@@ -149,7 +149,7 @@ async def test_a_finished_bootstrap_emits_nothing_unless_again(outbox: Outbox, l
     assert await database_of(outbox).operations.remove_old("app", datetime(9000, 1, 1), 10) == 0
 
 
-async def test_rows_without_an_event_are_left_out(outbox: Outbox, look: Look) -> None:
+async def test_rows_without_an_event_are_skipped(outbox: Outbox, look: Look) -> None:
     seen = view_of(outbox)
     await open_wallets(look, 4)
 
@@ -163,7 +163,7 @@ async def test_rows_without_an_event_are_left_out(outbox: Outbox, look: Look) ->
     assert numbers(operation) == ("DONE", 4, 2, 2)
 
 
-async def test_a_key_of_several_columns_and_a_snapshot_with_a_model(outbox: Outbox, look: Look) -> None:
+async def test_keys_may_have_several_columns_and_snapshots_a_model(outbox: Outbox, look: Look) -> None:
     seen = view_of(outbox, ordered=True)
     await open_wallets(look, 3)
     reached: list[Any] = []
@@ -194,7 +194,7 @@ async def test_a_relay_sends_the_rows_to_another_service(outbox: Outbox, look: L
 
 
 @pytest.mark.parametrize("case", ["type", "topic", "many"])
-async def test_older_events_that_wait_for_fan_out_come_first(
+async def test_older_events_waiting_for_fan_out_come_first(
     make_outbox: MakeOutbox, look: Look, wallets_table: None, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
     by_topic = {"topic": "wallets"} if case == "topic" else {}
@@ -215,7 +215,7 @@ async def test_older_events_that_wait_for_fan_out_come_first(
             await eventually(lambda: seen.balances.get(id) == [4, 5])
 
 
-async def test_a_change_beside_a_chunk_comes_after_its_row(outbox: Outbox, look: Look) -> None:
+async def test_a_change_during_a_chunk_comes_after_its_row(outbox: Outbox, look: Look) -> None:
     seen = view_of(outbox, ordered=True)
     ids = await open_wallets(look, 3)
     changes: list[asyncio.Task[Any]] = []
@@ -234,7 +234,7 @@ async def test_a_change_beside_a_chunk_comes_after_its_row(outbox: Outbox, look:
     assert seen.balances == {id: [n, n + 10] for n, id in enumerate(ids)}
 
 
-async def test_a_handler_since_now_gets_changes_of_transactions_before(outbox: Outbox, look: Look) -> None:
+async def test_a_handler_since_now_gets_changes_of_earlier_transactions(outbox: Outbox, look: Look) -> None:
     seen = view_of(outbox, since="now")
     [id] = await open_wallets(look, 1)
     await outbox.execute(Change(id, 1))
@@ -243,7 +243,7 @@ async def test_a_handler_since_now_gets_changes_of_transactions_before(outbox: O
     assert sorted(seen.balances[id]) == [1, 1]
 
 
-async def test_a_known_handler_that_gets_since_now_keeps_its_old_events(
+async def test_a_known_handler_that_adds_since_now_keeps_its_old_events(
     make_outbox: MakeOutbox, look: Look, wallets_table: None
 ) -> None:
     former, outbox = await make_outbox(), await make_outbox()
@@ -259,10 +259,10 @@ async def test_a_known_handler_that_gets_since_now_keeps_its_old_events(
     assert seen.balances == {id: [1, 1]}
 
 
-# --- ends and new starts ---------------------------------------------------------------------------
+# --- failures, stops and restarts ------------------------------------------------------------------
 
 
-async def test_a_call_after_an_error_continues_at_its_position(outbox: Outbox, look: Look) -> None:
+async def test_a_call_after_an_error_continues_at_the_last_position(outbox: Outbox, look: Look) -> None:
     seen = view_of(outbox)
     ids = await open_wallets(look, 5)
     await fails_at(outbox, 3, chunk=2)
@@ -276,18 +276,18 @@ async def test_a_call_after_an_error_continues_at_its_position(outbox: Outbox, l
     assert (operation.id, *numbers(operation), operation.error) == (failed.id, "DONE", 5, 5, 0, None)
 
 
-async def test_a_position_belongs_to_its_key(outbox: Outbox, look: Look) -> None:
+async def test_a_position_is_only_valid_for_its_key(outbox: Outbox, look: Look) -> None:
     view_of(outbox)
     await open_wallets(look, 3)
     await fails_at(outbox, 2, chunk=2)
-    with pytest.raises(ConfigurationError, match=r"was begun with key=\['id'\], and key is \['balance'\]"):
+    with pytest.raises(ConfigurationError, match=r"was started with key=\['id'\], and key is now \['balance'\]"):
         await outbox.bootstrap("view", rows, to_event, key="balance")
 
 
 async def waiting(outbox: Outbox, look: Look, monkeypatch: pytest.MonkeyPatch) -> asyncio.Task[Operation]:
-    """A bootstrap that has done a chunk of 1 row, and waits until the handler has handled the row."""
-    monkeypatch.setattr(bootstrapping, "MOST_WAITING", 1)
-    monkeypatch.setattr(bootstrapping, "LOOK_DELAY", 0.01)
+    """A bootstrap that has processed a chunk of 1 row and waits for the handler."""
+    monkeypatch.setattr(bootstrapping, "MAX_BACKLOG", 1)
+    monkeypatch.setattr(bootstrapping, "CHECK_DELAY", 0.01)
     task = asyncio.ensure_future(outbox.bootstrap("view", rows, to_event, key="id", chunk=1))
     await eventually(lambda: has_rows(look, 1))
     return task
@@ -304,7 +304,7 @@ async def test_a_bootstrap_waits_while_its_handler_has_a_backlog(
     seen = view_of(outbox)
     ids = await open_wallets(look, 3)
     task = await waiting(outbox, look, monkeypatch)
-    await eventually(lambda: "the bootstrap of handler 'view' waits, because" in caplog.text)
+    await eventually(lambda: "bootstrap of handler 'view' is waiting" in caplog.text)
     assert await has_rows(look, 1)
     while not task.done():
         await outbox.drain()
@@ -312,7 +312,7 @@ async def test_a_bootstrap_waits_while_its_handler_has_a_backlog(
     assert list(seen.balances) == ids
 
 
-async def test_an_operator_stops_it_and_a_call_continues(
+async def test_an_operator_stops_it_and_the_next_call_continues(
     outbox: Outbox, look: Look, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = view_of(outbox)
@@ -348,7 +348,7 @@ async def test_a_cancelled_call_stops_and_the_next_continues(
     assert seen.balances == {id: [n] for n, id in enumerate(ids)}
 
 
-async def test_of_two_calls_one_works_and_both_return_the_result(
+async def test_one_of_two_calls_works_and_both_return_the_result(
     make_outbox: MakeOutbox, look: Look, wallets_table: None
 ) -> None:
     one, two = await make_outbox(), await make_outbox()
@@ -365,7 +365,7 @@ async def test_of_two_calls_one_works_and_both_return_the_result(
 
 
 async def dies_at(outbox: Outbox, look: Look, call: int) -> Operation:
-    """A bootstrap whose process was gone long ago, without a word."""
+    """A bootstrap whose process died long ago."""
     await fails_at(outbox, call, chunk=1)
     await look.fetch(
         "UPDATE {operations} SET state = 'RUNNING', worker = 'gone', finished_date = NULL, error = NULL, "
@@ -375,7 +375,7 @@ async def dies_at(outbox: Outbox, look: Look, call: int) -> Operation:
     return operation
 
 
-async def test_only_a_call_continues_after_a_crash(outbox: Outbox, look: Look) -> None:
+async def test_only_a_new_call_continues_after_a_crash(outbox: Outbox, look: Look) -> None:
     seen = view_of(outbox)
     ids = await open_wallets(look, 3)
     died = await dies_at(outbox, look, 3)
@@ -400,7 +400,7 @@ async def test_a_crashed_bootstrap_can_be_stopped(outbox: Outbox, look: Look) ->
     assert (*numbers(found), found.error) == ("STOPPED", 2, 2, 0, None)
 
 
-async def test_a_call_ends_a_crashed_bootstrap_that_was_to_stop(outbox: Outbox, look: Look) -> None:
+async def test_a_call_stops_a_crashed_bootstrap_with_a_pending_stop(outbox: Outbox, look: Look) -> None:
     view_of(outbox)
     await open_wallets(look, 3)
     died = await dies_at(outbox, look, 3)
@@ -438,9 +438,9 @@ async def test_a_renamed_handler_keeps_its_bootstrap(make_outbox: MakeOutbox, lo
 async def test_arguments_are_refused_before_anything_is_written(outbox: Outbox, look: Look) -> None:
     view_of(outbox)
 
-    async def refused(says: str, error: type[Exception] = ConfigurationError, **changed: Any) -> None:
+    async def refused(message: str, error: type[Exception] = ConfigurationError, **changed: Any) -> None:
         given: dict[str, Any] = {"handler": "view", "rows": rows, "to_event": to_event, "key": "id", **changed}
-        with pytest.raises(error, match=says):
+        with pytest.raises(error, match=message):
             await outbox.bootstrap(**given)
 
     await refused("there is no handler 'vew' in namespace 'app'.*'view'", UnknownHandler, handler="vew")
@@ -450,33 +450,33 @@ async def test_arguments_are_refused_before_anything_is_written(outbox: Outbox, 
     await refused("to_event is .*; expected a plain function of a row", to_event=rows)
     await refused("there is no shard 'two'", shard="two")
     async with outbox.transaction("Outer"):
-        await refused(r"outbox.bootstrap\(\)", WaitsForItself)
+        await refused(r"outbox.bootstrap\(\)", SelfDeadlock)
     assert await outbox.admin.operations() == []
 
 
 @pytest.mark.parametrize(
-    ("found", "says"),
+    ("found", "message"),
     [
-        ([{"id": 2}, {"id": 1}], r"the key \(1,\) behind \(2,\): select the rows with a key greater than `after`"),
-        ([{"id": 1}, {"id": 1}], r"the key \(1,\) behind \(1,\)"),
+        ([{"id": 2}, {"id": 1}], r"the key \(1,\) after \(2,\): select the rows with a key greater than `after`"),
+        ([{"id": 1}, {"id": 1}], r"the key \(1,\) after \(1,\)"),
         ([{"id": "a"}, {"id": "a"}], "which must be unique"),
         ([{"id": "a"}, {"id": "b"}, {"id": "a"}], "which must be unique"),
         (None, "rows returned None; expected a list of rows"),
         ([{"name": 1}], r"lacks a column of the key \(id\): KeyError\('id'\)"),
         ([{"id": None}], "rows returned the key None; a key column holds int, str, uuid, decimal"),
         ([{"id": True}], "rows returned the key True"),
-        ([{"id": n} for n in range(501)], "rows returned 501 rows; it was asked for 500: add a LIMIT"),
+        ([{"id": n} for n in range(501)], "rows returned 501 rows instead of 500: add a LIMIT"),
         ([{"id": datetime(2026, 1, 1)}, {"id": datetime(2026, 1, 2, tzinfo=UTC)}], "offset-naive and offset-aware"),
     ],
 )
 @pytest.mark.above_statements
-async def test_rows_that_were_not_asked_for_are_refused(outbox: Outbox, look: Look, found: Any, says: str) -> None:
+async def test_rows_outside_the_query_are_refused(outbox: Outbox, look: Look, found: Any, message: str) -> None:
     view_of(outbox)
 
     async def wrong(tx: Transaction, after: Any, limit: int) -> Any:
         return found
 
-    with pytest.raises(ConfigurationError, match=says):
+    with pytest.raises(ConfigurationError, match=message):
         await outbox.bootstrap("view", wrong, lambda row: WalletChanged("w", 1, 1), key="id")
     assert await look.fetch("SELECT id FROM {events}") == []
 
@@ -489,23 +489,23 @@ async def test_rows_that_ignore_the_position_are_refused(outbox: Outbox, look: L
     async def first(tx: Transaction, after: Any, limit: int) -> Any:
         return await rows(tx, None, limit)
 
-    with pytest.raises(ConfigurationError, match=r"the key \('w000',\) behind \('w001',\)|which must be unique"):
+    with pytest.raises(ConfigurationError, match=r"the key \('w000',\) after \('w001',\)|which must be unique"):
         await outbox.bootstrap("view", first, to_event, key="id", chunk=2)
 
 
 @pytest.mark.parametrize(
-    ("returned", "error", "says"),
+    ("returned", "error", "message"),
     [
-        (7, InvalidEvent, "7 is no Event"),
-        (Snapshot(7), InvalidEvent, "7 is no Event"),  # type: ignore[arg-type]  # wrong on purpose
+        (7, InvalidEvent, "7 is not an Event"),
+        (Snapshot(7), InvalidEvent, "7 is not an Event"),  # type: ignore[arg-type]  # wrong on purpose
         (MoneyDeposited, InvalidEvent, "is a class; emit an instance"),
         (Other(), ConfigurationError, "an event 'Other', which handler 'view' does not handle; it handles WalletCh"),
         (WalletChanged("w", 1, 1), ConfigurationError, "without a key, and handler 'view' is ordered"),
     ],
 )
 @pytest.mark.above_statements
-async def test_events_that_the_handler_cannot_have_are_refused(
-    outbox: Outbox, look: Look, returned: Any, error: type[Exception], says: str
+async def test_events_that_the_handler_cannot_receive_are_refused(
+    outbox: Outbox, look: Look, returned: Any, error: type[Exception], message: str
 ) -> None:
     view_of(outbox, ordered=True)
     await open_wallets(look, 1)
@@ -514,7 +514,7 @@ async def test_events_that_the_handler_cannot_have_are_refused(
     async def first(tx: Transaction, after: Any, limit: int) -> Any:
         return await rows(tx, None, limit)
 
-    with pytest.raises(error, match=says):
+    with pytest.raises(error, match=message):
         await outbox.bootstrap("view", first, lambda row: returned, key=key)
     assert await look.fetch("SELECT id FROM {events}") == []
     [operation] = await outbox.admin.operations()

@@ -11,7 +11,7 @@ from sqlalchemy import create_engine
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import Session
 
-from outboxio import ConfigurationError, EventEnvelope, OtherDatabase, Outbox, Settings
+from outboxio import ConfigurationError, EventEnvelope, Outbox, Settings, WrongDatabase
 from outboxio.sync import Producer
 from tests.kit.app import Journal, Look, MoneyDeposited
 from tests.kit.opened_by import engine_url
@@ -37,7 +37,7 @@ async def orders(look: Look) -> int:
     return len(await look.fetch("SELECT id FROM orders"))
 
 
-async def test_events_commit_with_the_session_by_one_statement(outbox: Outbox, look: Look, maker: Maker) -> None:
+async def test_events_commit_with_the_session_in_one_statement(outbox: Outbox, look: Look, maker: Maker) -> None:
     statements: list[str] = []
     async with maker.begin() as session:
         session.add(Order(id=1))
@@ -86,7 +86,7 @@ async def test_each_transaction_of_a_session_has_its_own_events(outbox: Outbox, 
     assert {row["action_name"] for row in rows} == {"session.commit"}
 
 
-async def test_a_savepoint_takes_its_events_with_it(outbox: Outbox, look: Look, maker: Maker) -> None:
+async def test_rolling_back_a_savepoint_drops_its_events(outbox: Outbox, look: Look, maker: Maker) -> None:
     async with maker.begin() as session:
         emit = outbox.bind(session).emit
         emit(Noted("before"))
@@ -132,8 +132,8 @@ async def test_a_commit_with_open_savepoints_commits_their_events(
     assert await notes(look) == [f"{how} {number}" for how in ("block", "commit") for number in range(depth)]
 
 
-async def test_the_events_of_a_session_wake_the_loops(make_outbox: MakeOutbox, database_url: str) -> None:
-    # So long a pause that only the wake-up can be what ends it.
+async def test_events_of_a_session_wake_the_loops(make_outbox: MakeOutbox, database_url: str) -> None:
+    # The pause is so long that only the wake-up can end it.
     outbox = await make_outbox(settings=Settings(fanout_poll_delay="1h", handling_poll_delay="1h"))
     texts: list[str] = []
 
@@ -154,17 +154,17 @@ async def test_the_events_of_a_session_wake_the_loops(make_outbox: MakeOutbox, d
     assert envelope.correlation_id == "req-7"
 
 
-async def test_a_commit_on_a_different_database_is_refused(database_url: str, second_url: str) -> None:
+async def test_committing_on_another_database_is_refused(database_url: str, second_url: str) -> None:
     async with Outbox(second_url, namespace="app") as outbox, a_sessionmaker(database_url) as maker, maker() as session:
         session.add(Order(id=1))
         outbox.bind(session).emit(Noted("a"))
-        with pytest.raises(OtherDatabase):
+        with pytest.raises(WrongDatabase):
             await session.commit()
         await session.rollback()
         assert await session.get(Order, 1) is None
 
 
-async def test_a_session_without_a_default_engine_is_refused_at_its_first_use(sqlite_url: str) -> None:
+async def test_a_session_without_a_default_engine_is_refused_at_first_use(sqlite_url: str) -> None:
     engine, blocking = create_async_engine(engine_url(sqlite_url)), create_engine(sqlite_url)
     maker = async_sessionmaker(binds={Order: engine})
     refused = pytest.raises(ConfigurationError, match=r"no default engine.*async_sessionmaker\(engine, binds=")
@@ -187,11 +187,11 @@ async def test_a_session_without_a_default_engine_is_refused_at_its_first_use(sq
     await engine.dispose()
 
 
-@pytest.mark.not_on("sqlite", why="its driver begins no transaction at SAVEPOINT, so RELEASE commits")
-async def test_a_session_joined_to_a_transaction_that_is_rolled_back_leaves_no_row(
+@pytest.mark.not_on("sqlite", why="its driver starts no transaction at SAVEPOINT, so RELEASE commits")
+async def test_a_session_in_a_rolled_back_outer_transaction_leaves_no_row(
     outbox: Outbox, look: Look, database_url: str, maker: Maker
 ) -> None:
-    """The recipe of SQLAlchemy for tests: each test within a transaction that is rolled back."""
+    """SQLAlchemy's recipe for tests: each test runs in a transaction that is rolled back."""
     engine = create_async_engine(engine_url(database_url))
     try:
         async with engine.connect() as connection:

@@ -1,7 +1,7 @@
-"""Cancelling an execution at every moment at which it waits: all or no rows are committed, and no task is left.
+"""Cancelling an execution at each of its waits: all or no rows are committed, and no task is left.
 
-The moments are counted, not timed: the first run is cancelled at its first wait, the next run at its second wait, and
-so on until a run ends before its turn comes.
+Waits are counted, not timed: the first run is cancelled at its first wait, the next at its second wait, and so on until
+a run finishes earlier.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from outboxio import Action, Outbox, Settings, Transaction
 from tests.kit.app import WALLETS, Look, WalletOpened
 from tests.kit.marks import needs_own_pool
 from tests.kit.probes import Cancelling, MakeOutbox, add_wallet, nothing_reported, open_transactions, written
-from tests.kit.server_acts import acts_on
+from tests.kit.server_actions import actions_on
 from tests.kit.sql import sql
 
 pytestmark = [pytest.mark.with_tables, pytest.mark.one_of_family]
@@ -34,7 +34,7 @@ WAYS: dict[str, dict[str, bool]] = {
 
 @pytest.fixture
 async def outbox(make_outbox: MakeOutbox, look: Look) -> Outbox:
-    """Without wake-ups for other processes, which a separate task sends and no task awaits."""
+    """Without wake-ups for other processes, which a separate, unawaited task sends."""
     outbox = await make_outbox(settings=Settings(notify=False))
     await look.fetch(WALLETS)
     return outbox
@@ -56,27 +56,27 @@ class Open(Action):
 
 
 async def no_wait() -> None:
-    """For a database that needs no further wait than `open_transactions`."""
+    """For a database that needs no wait besides `open_transactions`."""
 
 
 async def cancelled_at_every_wait(
-    work: Work, look: Look, url: str, outbox: Outbox, *, at_rest: Callable[[], Awaitable[None]] = no_wait
+    work: Work, look: Look, url: str, outbox: Outbox, *, after_each: Callable[[], Awaitable[None]] = no_wait
 ) -> None:
-    """Run ``work`` once for each of its waits and in each way, cancelled there; ``at_rest`` returns after each run."""
+    """Run ``work`` once for each of its waits and in each way, cancelled there; ``at_rest`` runs after each."""
     for way, options in WAYS.items():
-        waits = await _cancelled_at_every_wait(work, look, url, outbox, way, options, at_rest)
+        waits = await _cancelled_at_every_wait(work, look, url, outbox, way, options, after_each)
         assert waits >= 3  # for its statements, and for COMMIT
 
 
 async def _cancelled_at_every_wait(
     work: Work, look: Look, url: str, outbox: Outbox, way: str, options: dict[str, bool],
-    at_rest: Callable[[], Awaitable[None]],
+    after_each: Callable[[], Awaitable[None]],
 ) -> int:  # fmt: skip
-    for moment in count(1):
-        when = f"cancelled at wait {moment}, {way},"
+    for nth in count(1):
+        when = f"cancelled at wait {nth}, {way},"
         wallet_id = str(uuid4())
         tasks = tasks_of_ours()
-        cancelling = Cancelling(work(wallet_id), moment, **options)
+        cancelling = Cancelling(work(wallet_id), nth, **options)
         task = asyncio.create_task(_await(cancelling))
         await asyncio.wait([task], timeout=20)
         assert task.done(), f"{when} it never ended"
@@ -85,7 +85,7 @@ async def _cancelled_at_every_wait(
             return cancelling.waits
         assert task.cancelled(), f"{when} it went on: {task.exception()!r}"
         assert tasks_of_ours() == tasks, f"{when} it left a task"
-        await at_rest()
+        await after_each()
         left = await open_transactions(url)
         assert left == [], f"{when} it left a transaction"
         rows = await look.value("SELECT count(*) FROM wallets WHERE id = $1", wallet_id)
@@ -97,7 +97,7 @@ async def _cancelled_at_every_wait(
 
 
 def tasks_of_ours() -> set[asyncio.Task[Any]]:
-    """Every task except those of the pools of asyncpg and SQLAlchemy, which replace or close a discarded connection."""
+    """Return all tasks except those of the pools of asyncpg and SQLAlchemy, which replace or close connections."""
     others = ("Pool._maintain_min_size", "_terminate_graceful_close")
     return {task for task in asyncio.all_tasks() if not any(other in repr(task.get_coro()) for other in others)}
 
@@ -106,14 +106,14 @@ async def _await(cancelling: Cancelling) -> None:
     await cancelling
 
 
-async def test_execute(outbox: Outbox, look: Look, database_url: str) -> None:
+async def test_cancelling_execute_leaves_nothing(outbox: Outbox, look: Look, database_url: str) -> None:
     async def work(wallet_id: str) -> None:
         await outbox.executor.execute(Open(wallet_id))
 
     await cancelled_at_every_wait(work, look, database_url, outbox)
 
 
-async def test_a_transaction_block(outbox: Outbox, look: Look, database_url: str) -> None:
+async def test_cancelling_a_transaction_block_leaves_nothing(outbox: Outbox, look: Look, database_url: str) -> None:
     async def work(wallet_id: str) -> None:
         async with outbox.transaction("Block") as tx:
             await Open(wallet_id).perform(tx)
@@ -122,7 +122,7 @@ async def test_a_transaction_block(outbox: Outbox, look: Look, database_url: str
 
 
 @needs_own_pool
-async def test_the_first_execution_which_opens_the_database(outbox: Outbox, look: Look, database_url: str) -> None:
+async def test_cancelling_the_first_execution_leaves_nothing(outbox: Outbox, look: Look, database_url: str) -> None:
     async def work(wallet_id: str) -> None:
         async with Outbox(database_url, namespace="app", settings=Settings(notify=False)) as fresh:
             await fresh.executor.execute(Open(wallet_id))
@@ -130,8 +130,8 @@ async def test_the_first_execution_which_opens_the_database(outbox: Outbox, look
     await cancelled_at_every_wait(work, look, database_url, outbox)
 
 
-async def test_a_pool_has_its_connections_back(server_url: str) -> None:
-    acts, look = acts_on(server_url), Look(server_url)
+async def test_a_pool_gets_its_connections_back(server_url: str) -> None:
+    acts, look = actions_on(server_url), Look(server_url)
     async with (
         acts.pool(3) as pool,
         Outbox(pool, namespace="app", settings=Settings(notify=False)) as outbox,
@@ -144,7 +144,7 @@ async def test_a_pool_has_its_connections_back(server_url: str) -> None:
             await outbox.executor.execute(Open(wallet_id))
 
         # Discarded connections are opened again on demand.
-        await cancelled_at_every_wait(work, look, server_url, outbox, at_rest=lambda: acts.comes_to_rest(pool))
+        await cancelled_at_every_wait(work, look, server_url, outbox, after_each=lambda: acts.becomes_idle(pool))
         async with asyncio.timeout(10):
             held = [await pool.acquire() for _ in range(3)]
             assert await open_transactions(server_url) == []
@@ -152,10 +152,10 @@ async def test_a_pool_has_its_connections_back(server_url: str) -> None:
                 await pool.release(connection)
 
 
-async def test_one_that_waits_for_a_connection_takes_none(server_url: str) -> None:
+async def test_a_task_waiting_for_a_connection_takes_none(server_url: str) -> None:
     look = Look(server_url)
     async with (
-        acts_on(server_url).pool(1) as pool,
+        actions_on(server_url).pool(1) as pool,
         Outbox(pool, namespace="app", settings=Settings(notify=False)) as outbox,
     ):
         await look.fetch(WALLETS)
@@ -171,7 +171,7 @@ async def test_one_that_waits_for_a_connection_takes_none(server_url: str) -> No
             await outbox.executor.execute(Open(str(uuid4())))
 
 
-async def test_one_that_waits_for_its_turn_does_not_keep_the_others_from_theirs(outbox: Outbox, look: Look) -> None:
+async def test_a_cancelled_waiter_does_not_block_other_waiters(outbox: Outbox, look: Look) -> None:
     entered, leave = asyncio.Event(), asyncio.Event()
 
     async def hold() -> None:
@@ -192,7 +192,7 @@ async def test_one_that_waits_for_its_turn_does_not_keep_the_others_from_theirs(
     assert await look.value("SELECT count(*) FROM wallets") == 3
 
 
-async def test_a_time_limit_that_ends_an_action_leaves_nothing(outbox: Outbox, look: Look, database_url: str) -> None:
+async def test_an_action_ended_by_a_time_limit_leaves_nothing(outbox: Outbox, look: Look, database_url: str) -> None:
     async def too_long() -> None:
         async with outbox.transaction("TooLong") as tx:
             await add_wallet(tx)
@@ -206,8 +206,8 @@ async def test_a_time_limit_that_ends_an_action_leaves_nothing(outbox: Outbox, l
     assert await open_transactions(database_url) == []
 
 
-async def test_what_was_committed_while_it_was_cancelled_is_handled_at_once(outbox: Outbox, look: Look) -> None:
-    """The cancellation falls into COMMIT, which runs to its end: no wake-up is lost."""
+async def test_an_action_committed_during_its_cancellation_is_handled_at_once(outbox: Outbox, look: Look) -> None:
+    """The cancellation arrives during COMMIT, which finishes: no wake-up is lost."""
     woken = 0
     shard = outbox.executor.shard(None)
     committed = shard.committed
@@ -219,19 +219,19 @@ async def test_what_was_committed_while_it_was_cancelled_is_handled_at_once(outb
 
     shard.committed = count_it  # type: ignore[method-assign]
     await outbox.executor.execute(Happen())  # from here on a connection is open
-    expected = unstruck = 0
-    # An answer that is already there causes no wait, so some runs have fewer waits, and several runs are necessary.
-    while unstruck < 5 or (expected == 1 + unstruck and unstruck < 50):
-        for moment in count(1):
-            cancelling = Cancelling(outbox.executor.execute(Happen()), moment)
+    executed = completed = 0
+    # A response that has already arrived causes no wait: some runs have fewer waits, so several runs are needed.
+    while completed < 5 or (executed == 1 + completed and completed < 50):
+        for nth in count(1):
+            cancelling = Cancelling(outbox.executor.execute(Happen()), nth)
             task = asyncio.create_task(_await(cancelling))
             await asyncio.wait([task], timeout=20)
-            expected = len(await written(look))
-            assert woken == expected
+            executed = len(await written(look))
+            assert woken == executed
             if not cancelling.has_struck:
-                unstruck += 1
+                completed += 1
                 break
-    assert expected > 1 + unstruck, "no cancellation fell into COMMIT"
+    assert executed > 1 + completed, "no cancellation fell into COMMIT"
 
 
 class Happen(Action):

@@ -1,4 +1,4 @@
-"""An operator cancels a run: the attempt has failed with the reason, and the result says what became of the run."""
+"""An operator cancels a run: the attempt fails with the reason, and the result describes what happened to the run."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ LATER = RetryPolicy(base="1h")
 
 
 class Hanging(Journal):
-    """A handler that waits without end, in its first calls."""
+    """A handler whose first calls never finish."""
 
     def __init__(self, calls: int = 1) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ async def records(outbox: Outbox) -> dict[str, NotificationRecord]:
 
 
 async def cancelled(outbox: Outbox, model_id: str = "1") -> Operation:
-    """The operation that cancels the run of a notification."""
+    """Cancel the run of a notification, and return the operation."""
     record = (await records(outbox))[model_id]
     return await outbox.admin.cancel(record.id, **WHY)
 
@@ -79,10 +79,10 @@ def last_error(record: NotificationRecord) -> tuple[Any, Any]:
     return record.errors[-1]["type"], record.errors[-1]["message"]
 
 
-# --- what becomes of the run -----------------------------------------------------------------------
+# --- what happens to the run -----------------------------------------------------------------------
 
 
-async def test_a_cancelled_attempt_has_failed_with_actor_and_reason(make_outbox: MakeOutbox) -> None:
+async def test_a_cancelled_attempt_fails_with_actor_and_reason(make_outbox: MakeOutbox) -> None:
     outbox = await make_outbox(settings=QUICK)
     journal = Hanging()
     outbox.handler(MoneyDeposited, name="mail", retry=LATER)(journal)
@@ -98,7 +98,7 @@ async def test_a_cancelled_attempt_has_failed_with_actor_and_reason(make_outbox:
         assert await outbox.admin.operation(operation.id) == operation
 
 
-async def test_the_retry_policy_decides_what_follows_a_cancelled_run(make_outbox: MakeOutbox) -> None:
+async def test_the_retry_policy_decides_about_a_cancelled_run(make_outbox: MakeOutbox) -> None:
     outbox = await make_outbox(settings=QUICK)
     journal = Hanging()
     outbox.handler(MoneyDeposited, name="mail", retry=RetryPolicy(base="1ms"))(journal)
@@ -116,17 +116,17 @@ async def test_the_retry_policy_decides_what_follows_a_cancelled_run(make_outbox
 @needs_many_writers
 async def test_a_cancelled_transaction_is_rolled_back(make_outbox: MakeOutbox, wallets_table: None, look: Look) -> None:
     outbox = await make_outbox(settings=QUICK)
-    began = asyncio.Event()
+    started = asyncio.Event()
 
     @outbox.handler(MoneyDeposited, name="ledger", delivery="transactional", retry=LATER)
     async def handle(envelope: Envelope) -> None:
         await add_wallet(envelope.tx, str(uuid4()), 7)
-        began.set()
+        started.set()
         await hang()
 
     async with outbox.running():
         await outbox.executor.execute(Emit((1,)))
-        await began.wait()
+        await started.wait()
         assert (await cancelled(outbox)).done == 1
 
         record = (await records(outbox))["1"]
@@ -134,20 +134,20 @@ async def test_a_cancelled_transaction_is_rolled_back(make_outbox: MakeOutbox, w
         assert await balances(look) == []
 
 
-async def test_all_events_of_a_cancelled_batch_call_fail_and_it_is_not_split(make_outbox: MakeOutbox) -> None:
+async def test_a_cancelled_batch_call_fails_all_events_without_a_split(make_outbox: MakeOutbox) -> None:
     outbox = await make_outbox(settings=QUICK)
     calls: list[int] = []
-    began = asyncio.Event()
+    started = asyncio.Event()
 
     @outbox.handler(MoneyDeposited, name="export", batch=Batch(size=3, max_wait="1h"), retry=LATER)
     async def handle(envelopes: list[Envelope]) -> None:
         calls.append(len(envelopes))
-        began.set()
+        started.set()
         await hang()
 
     async with outbox.running():
         await outbox.executor.execute(Emit((1, 2, 3)))
-        await began.wait()
+        await started.wait()
         operation = await cancelled(outbox, "2")
 
         assert numbers(operation) == ("DONE", 3, 3, 0)
@@ -170,32 +170,32 @@ async def test_a_cancelled_run_of_an_at_most_once_handler_is_dead(make_outbox: M
 
 async def test_after_a_cancelled_last_attempt_the_hook_gets_the_error(make_outbox: MakeOutbox) -> None:
     outbox = await make_outbox(settings=QUICK)
-    journal, told = Hanging(), asyncio.Queue[tuple[str, str]]()
+    journal, notified = Hanging(), asyncio.Queue[tuple[str, str]]()
 
     async def hook(envelope: Envelope, error: HandlerFailed) -> None:
-        told.put_nowait((error.type, error.message))
+        notified.put_nowait((error.type, error.message))
 
     outbox.handler(MoneyDeposited, name="mail", retry=RetryPolicy(max_attempts=1), on_dead=hook)(journal)
     async with outbox.running():
         await outbox.executor.execute(Emit((1,)))
         await journal.calls(1)
         assert (await cancelled(outbox)).done == 1
-        assert await told.get() == ERROR
+        assert await notified.get() == ERROR
 
 
 @needs_many_writers
-async def test_a_cancelled_hook_runs_again_and_the_end_stands(make_outbox: MakeOutbox) -> None:
+async def test_a_cancelled_hook_runs_again_and_the_outcome_stands(make_outbox: MakeOutbox) -> None:
     outbox = await make_outbox(settings=QUICK)
-    began = asyncio.Event()
+    started = asyncio.Event()
 
     async def hook(envelope: Envelope, error: HandlerFailed) -> None:
-        began.set()
+        started.set()
         await hang()
 
     outbox.handler(MoneyDeposited, name="mail", on_dead=hook)(Journal(lambda envelope: Unprocessable("no")))
     async with outbox.running():
         await outbox.executor.execute(Emit((1,)))
-        await began.wait()
+        await started.wait()
         assert (await cancelled(outbox)).done == 1
         record = (await records(outbox))["1"]
         assert (record.state, record.attempts, last_error(record)) == ("DYING", 1, ERROR)
@@ -217,14 +217,14 @@ async def test_a_key_waits_for_the_retry_of_its_cancelled_head(make_outbox: Make
         assert journal.amounts == [1]
 
 
-@pytest.mark.parametrize("ending", ["returns", "raises", "finds a service away"])
-async def test_a_handler_cannot_give_a_cancelled_run_another_outcome(make_outbox: MakeOutbox, ending: str) -> None:
+@pytest.mark.parametrize("ending", ["returns", "raises", "reports an unavailable service"])
+async def test_a_handler_cannot_change_the_outcome_of_a_cancelled_run(make_outbox: MakeOutbox, ending: str) -> None:
     outbox = await make_outbox(settings=QUICK)
-    began = asyncio.Event()
+    started = asyncio.Event()
 
     @outbox.handler(MoneyDeposited, name="mail", retry=LATER)
     async def handle(envelope: Envelope) -> None:
-        began.set()
+        started.set()
         try:
             await hang()
         except asyncio.CancelledError:
@@ -235,13 +235,13 @@ async def test_a_handler_cannot_give_a_cancelled_run_another_outcome(make_outbox
 
     async with outbox.running():
         await outbox.executor.execute(Emit((1,)))
-        await began.wait()
+        await started.wait()
         assert (await cancelled(outbox)).done == 1
         record = (await records(outbox))["1"]
         assert (record.state, record.attempts, last_error(record)) == ("FAILED", 1, ERROR)
 
 
-async def test_a_run_goes_on_after_a_skip_and_can_be_cancelled(make_outbox: MakeOutbox) -> None:
+async def test_a_run_continues_after_a_skip_and_can_be_cancelled(make_outbox: MakeOutbox) -> None:
     outbox = await make_outbox(settings=QUICK)
     journal = Hanging()
     outbox.handler(MoneyDeposited, name="mail")(journal)
@@ -253,15 +253,15 @@ async def test_a_run_goes_on_after_a_skip_and_can_be_cancelled(make_outbox: Make
         assert (await records(outbox))["1"].state == "SKIPPED"
 
 
-async def test_the_result_comes_after_the_failed_attempt_is_written(
+async def test_the_result_follows_the_write_of_the_failed_attempt(
     make_outbox: MakeOutbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outbox = await make_outbox(settings=QUICK)
-    began, ended, gate = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    started, ended, gate = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     @outbox.handler(MoneyDeposited, name="mail", retry=LATER)
     async def handle(envelope: Envelope) -> None:
-        began.set()
+        started.set()
         try:
             await hang()
         finally:
@@ -277,7 +277,7 @@ async def test_the_result_comes_after_the_failed_attempt_is_written(
     monkeypatch.setattr(notifications, "settle", settle_later)
     async with outbox.running():
         await outbox.executor.execute(Emit((1,)))
-        await began.wait()
+        await started.wait()
         call = asyncio.ensure_future(cancelled(outbox))
         await ended.wait()
         for _ in range(3):
@@ -307,7 +307,7 @@ async def test_a_process_with_runs_reads_operations_within_a_second(make_outbox:
     [{}, {"delivery": "transactional"}, {"batch": Batch(size=4, max_wait="10ms")}, {"ordered": True}],
     ids=["plain", "transactional", "batch", "ordered"],
 )
-async def test_cancelling_at_any_time_loses_no_notification(make_outbox: MakeOutbox, options: dict[str, Any]) -> None:
+async def test_cancelling_at_any_point_loses_no_notification(make_outbox: MakeOutbox, options: dict[str, Any]) -> None:
     outbox = await make_outbox(settings=QUICK)
     error, chances, hits = CancelledByOperator("ada", None), random.Random(7), list[UUID]()
 
@@ -344,20 +344,20 @@ async def test_cancelling_at_any_time_loses_no_notification(make_outbox: MakeOut
 # --- a run that cannot be cancelled, or does not end ----------------------------------------------
 
 
-async def test_a_synchronous_handler_is_not_cancelled_and_the_result_says_so(make_outbox: MakeOutbox) -> None:
+async def test_a_synchronous_handler_is_not_cancelled_and_the_result_reports_it(make_outbox: MakeOutbox) -> None:
     outbox = await make_outbox(settings=QUICK)
-    began, gate = asyncio.Event(), threading.Event()
+    started, gate = asyncio.Event(), threading.Event()
     loop = asyncio.get_running_loop()
 
     @outbox.handler(MoneyDeposited, name="report")
     def handle(envelope: Envelope) -> None:
-        loop.call_soon_threadsafe(began.set)
+        loop.call_soon_threadsafe(started.set)
         assert gate.wait(60)
 
     try:
         async with outbox.running():
             await outbox.executor.execute(Emit((1,)))
-            await began.wait()
+            await started.wait()
             operation = await cancelled(outbox)
             assert numbers(operation) == ("DONE", 1, 0, 1)
             assert "a plain function, which runs in a thread, and Python cannot interrupt a thread" in (
@@ -366,18 +366,18 @@ async def test_a_synchronous_handler_is_not_cancelled_and_the_result_says_so(mak
             gate.set()
             await outbox.drain()
             record = (await records(outbox))["1"]
-            assert (record.state, record.errors) == ("SUCCEEDED", []), "the run was left alone"
+            assert (record.state, record.errors) == ("SUCCEEDED", []), "the run was not cancelled"
     finally:
         gate.set()
 
 
 async def test_a_run_that_ignores_its_cancellation_is_stuck(make_outbox: MakeOutbox) -> None:
     outbox = await make_outbox(settings=QUICK)
-    began, gate = asyncio.Event(), asyncio.Event()
+    started, gate = asyncio.Event(), asyncio.Event()
 
     @outbox.handler(MoneyDeposited, name="stubborn", timeout="1s", retry=LATER)
     async def handle(envelope: Envelope) -> None:
-        began.set()
+        started.set()
         while not gate.is_set():
             try:
                 await gate.wait()
@@ -387,7 +387,7 @@ async def test_a_run_that_ignores_its_cancellation_is_stuck(make_outbox: MakeOut
     try:
         async with outbox.running():
             await outbox.executor.execute(Emit((1,)))
-            await began.wait()
+            await started.wait()
             operation = await cancelled(outbox)
             assert numbers(operation) == ("DONE", 1, 1, 0)
             assert "handler 'stubborn' ignores its cancellation" in (operation.error or "")
@@ -416,20 +416,20 @@ async def test_a_queued_notification_is_not_cancelled(make_outbox: MakeOutbox) -
         assert "no run of the notification is in progress: it is queued" in (operation.error or "")
 
 
-async def test_a_finished_or_delayed_notification_is_answered_at_once(outbox: Outbox) -> None:
+async def test_a_finished_or_delayed_notification_gets_a_result_at_once(outbox: Outbox) -> None:
     outbox.handler(MoneyDeposited, name="mail", retry=LATER)(
         Journal(lambda envelope: ValueError("no") if envelope.event.amount == 2 else None)
     )
     await outbox.executor.execute(Emit((1, 2)))
     await outbox.drain()
-    for model_id, says in (("1", "has finished: it is SUCCEEDED"), ("2", "is not due before")):
+    for model_id, expected in (("1", "has finished: it is SUCCEEDED"), ("2", "is not due before")):
         operation = await cancelled(outbox, model_id)
         assert numbers(operation) == ("DONE", 1, 0, 1)
-        assert says in (operation.error or "")
+        assert expected in (operation.error or "")
         assert await outbox.admin.operation(operation.id) == operation, "it is recorded like any other"
 
 
-async def test_without_a_process_the_result_says_that_none_has_the_run(
+async def test_without_a_process_the_result_says_it_is_not_running(
     outbox: Outbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cancelling, "PATIENCE", 0.05)
@@ -453,18 +453,18 @@ async def test_an_old_operation_does_not_cancel_a_later_run(make_outbox: MakeOut
         record = (await records(outbox))["1"]
         # Private, because no public call leaves the row of a process that has died.
         recorder, [one] = outbox.admin._recorder, outbox.admin._shards.chosen(None)  # pyright: ignore[reportPrivateUsage]
-        order = recorder.order("cancel", {"ids": [str(record.id)]}, None, None)
-        left = await recorder.begin(order, one, "a process that has died")
+        cancel_request = recorder.request("cancel", {"ids": [str(record.id)]}, None, None)
+        abandoned = await recorder.begin(cancel_request, one, "a process that has died")
         clock.advance(timedelta(seconds=11))
         operation = await cancelled(outbox)
         assert operation.done == 1
         assert (await records(outbox))["1"].errors[-1]["message"] == ERROR[1], "not the reason of the old operation"
-        found = await outbox.admin.operation(left.id)
+        found = await outbox.admin.operation(abandoned.id)
         assert found is not None
         assert not found.has_ended
 
 
-async def test_a_call_that_is_cancelled_stops_the_operation(outbox: Outbox) -> None:
+async def test_cancelling_the_call_stops_the_operation(outbox: Outbox) -> None:
     outbox.handler(MoneyDeposited, name="mail")(Journal(lambda envelope: ValueError("no")))
     await outbox.executor.execute(Emit((1,)))
     await outbox.drain()
@@ -489,11 +489,11 @@ async def test_only_a_notification_can_be_cancelled(outbox: Outbox) -> None:
     await outbox.executor.execute(Emit((1,)))
     await outbox.drain()
     record = (await records(outbox))["1"]
-    for id, says in (
+    for id, expected in (
         (uuid4(), "there is no notification"),
-        (record.event_id, rf"is an event; give the id of one of its notifications: {record.id} \(mail\)"),
-        ("nonsense", "'nonsense' is no id"),
+        (record.event_id, rf"is an event; pass the id of one of its notifications: {record.id} \(mail\)"),
+        ("nonsense", "'nonsense' is not the id"),
     ):
-        with pytest.raises(ConfigurationError, match=says):
+        with pytest.raises(ConfigurationError, match=expected):
             await outbox.admin.cancel(id)
     assert await outbox.admin.operations() == []

@@ -1,4 +1,4 @@
-"""Events that handlers cause, on every database."""
+"""Events caused by handlers, on every database."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Note(Action):
         return self.number
 
 
-async def test_what_a_handler_emits_is_committed_with_its_success_and_discarded_with_its_failure(
+async def test_emitted_events_commit_with_success_and_are_discarded_on_failure(
     outbox: Outbox, clock: MovableClock
 ) -> None:
     @outbox.handler(MoneyDeposited, name="emits")
@@ -55,7 +55,7 @@ async def test_what_a_handler_emits_is_committed_with_its_success_and_discarded_
     assert envelope.action_params["handler_name"] == "emits"
 
 
-async def test_whatever_a_handler_causes_carries_causation_correlation_and_hops(outbox: Outbox) -> None:
+async def test_everything_a_handler_causes_carries_causation_correlation_and_hops(outbox: Outbox) -> None:
     @outbox.handler(MoneyDeposited, name="causes")
     async def causes(envelope: EventEnvelope[MoneyDeposited]) -> None:
         envelope.emit(Noted(1))
@@ -76,7 +76,7 @@ async def test_whatever_a_handler_causes_carries_causation_correlation_and_hops(
     assert {record.hops for record in await outbox.admin.list(handler="caused")} == {1}
 
 
-async def test_what_is_executed_after_a_handler_has_ended_has_no_cause(outbox: Outbox) -> None:
+async def test_actions_executed_after_a_handler_ended_have_no_cause(outbox: Outbox) -> None:
     journal = Journal()
     outbox.handler(MoneyDeposited, Noted, name="first")(journal)
     await outbox.executor.execute(Emit((1,)))
@@ -88,7 +88,7 @@ async def test_what_is_executed_after_a_handler_has_ended_has_no_cause(outbox: O
     assert journal.envelopes[1].causation_id is None
 
 
-async def test_a_chain_that_goes_round_in_circles_ends_dead_at_max_hops(make_outbox: MakeOutbox) -> None:
+async def test_a_circular_chain_ends_dead_at_max_hops(make_outbox: MakeOutbox) -> None:
     outbox = await make_outbox(settings=Settings(max_hops=3))
 
     @outbox.handler(Noted, name="emits")
@@ -103,7 +103,7 @@ async def test_a_chain_that_goes_round_in_circles_ends_dead_at_max_hops(make_out
     assert (dead.hops, dead.attempts, dead.errors[0]["type"]) == (3, 1, "TooManyHops")
 
 
-async def test_max_hops_holds_for_actions_as_well(make_outbox: MakeOutbox) -> None:
+async def test_max_hops_applies_to_actions_as_well(make_outbox: MakeOutbox) -> None:
     outbox = await make_outbox(settings=Settings(max_hops=1))
     refusals = []
 
@@ -122,9 +122,7 @@ async def test_max_hops_holds_for_actions_as_well(make_outbox: MakeOutbox) -> No
     assert len(refusals) == 1
 
 
-async def test_an_action_that_a_handler_executed_stays_committed_if_the_handler_fails(
-    outbox: Outbox, clock: MovableClock
-) -> None:
+async def test_an_action_of_a_failed_handler_stays_committed(outbox: Outbox, clock: MovableClock) -> None:
     @outbox.handler(MoneyDeposited, name="executes")
     async def executes(envelope: EventEnvelope[MoneyDeposited]) -> None:
         await envelope.execute(Note(envelope.attempt))
@@ -142,7 +140,7 @@ async def test_an_action_that_a_handler_executed_stays_committed_if_the_handler_
     assert [envelope.event.number for envelope in journal.envelopes] == [1, 2]
 
 
-async def test_an_event_that_cannot_be_stored_is_refused_where_it_is_emitted(outbox: Outbox) -> None:
+async def test_an_event_that_cannot_be_stored_is_refused_by_emit(outbox: Outbox) -> None:
     refused = []
 
     @outbox.handler(MoneyDeposited, name="emits")
@@ -156,7 +154,7 @@ async def test_an_event_that_cannot_be_stored_is_refused_where_it_is_emitted(out
     assert "model_id" in str(refused[0])
 
 
-async def test_a_run_whose_events_the_database_refuses_has_failed(outbox: Outbox, look: Look) -> None:
+async def test_a_run_whose_events_the_database_refuses_fails(outbox: Outbox, look: Look) -> None:
     @outbox.handler(MoneyDeposited, name="emits")
     async def emits(envelope: EventEnvelope[MoneyDeposited]) -> None:
         envelope.emit(Noted(int(envelope.event.amount)))

@@ -1,4 +1,4 @@
-"""Tables change while an application runs: statements prepared for the old tables fail as few actions as possible."""
+"""Tables change while an application runs: outdated prepared statements fail as few actions as possible."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import pytest
 
 from outboxio import EventEnvelope, Outbox, Transaction
 from tests.kit.app import Emit, Look, MoneyDeposited, WalletOpened
-from tests.kit.complaints import complaints
+from tests.kit.logged_problems import logged_problems
 from tests.kit.marks import needs_asyncpg
 from tests.kit.probes import MakeOutbox, doing, written
-from tests.kit.server_acts import ServerActs, acts_on
+from tests.kit.server_actions import ServerActions, actions_on
 from tests.kit.sql import sql
 
 AT_ONCE = 8
@@ -23,7 +23,7 @@ AT_ONCE = 8
 
 @pytest.fixture
 async def own(database_url: str) -> Look:
-    """A table of the application's own."""
+    """A table of the application."""
     look = Look(database_url)
     await look.fetch("CREATE TABLE own (n INT PRIMARY KEY, balance INT NOT NULL)")
     await look.fetch("INSERT INTO own (n, balance) VALUES (1, 0)")
@@ -37,7 +37,7 @@ async def read(tx: Transaction) -> Any:
 
 
 async def read_last(tx: Transaction) -> int:
-    """The failing statement is not the first, so there is work to lose."""
+    """Read with a failing statement that is not the first, so there is work to lose."""
     await tx.execute(sql(tx, "UPDATE own SET balance = balance + $1 WHERE n = 1"), 1)
     tx.emit(WalletOpened(uuid4()))
     return len(await read(tx))
@@ -82,7 +82,7 @@ async def outbox(postgres_url: str) -> AsyncIterator[Outbox]:
 
 
 async def warm(outbox: Outbox, script: Callable[[Transaction], Any]) -> None:
-    """Have ``script`` run on as many connections as run at once."""
+    """Run ``script`` on as many connections as are used concurrently."""
     ready = asyncio.Barrier(AT_ONCE)
 
     async def run(tx: Transaction) -> None:
@@ -96,13 +96,11 @@ async def warm(outbox: Outbox, script: Callable[[Transaction], Any]) -> None:
     await asyncio.gather(*(block() for _ in range(AT_ONCE)))
 
 
-async def read_behind_its_back(tx: Transaction) -> None:
+async def read_bypassing_tx(tx: Transaction) -> None:
     await tx.connection.fetchrow("SELECT * FROM own WHERE n = $1", 1)
 
 
-async def test_a_block_whose_first_statement_is_outdated_begins_again_unnoticed(
-    outbox: Outbox, postgres_url: str
-) -> None:
+async def test_a_block_with_an_outdated_first_statement_restarts_silently(outbox: Outbox, postgres_url: str) -> None:
     await warm(outbox, read)
     await Look(postgres_url).fetch("ALTER TABLE own ADD COLUMN note TEXT")
     await warm(outbox, read)
@@ -111,8 +109,8 @@ async def test_a_block_whose_first_statement_is_outdated_begins_again_unnoticed(
 
 
 @needs_asyncpg
-@pytest.mark.parametrize("script", [read_second, read_behind_its_back], ids=["by tx", "by the driver"])
-async def test_of_a_whole_pool_one_block_fails_for_a_table_that_changed(
+@pytest.mark.parametrize("script", [read_second, read_bypassing_tx], ids=["by tx", "by the driver"])
+async def test_a_changed_table_fails_one_block_per_pool(
     outbox: Outbox, postgres_url: str, script: Callable[[Transaction], Any]
 ) -> None:
     await warm(outbox, script)
@@ -130,7 +128,7 @@ async def test_of_a_whole_pool_one_block_fails_for_a_table_that_changed(
 
 
 @needs_asyncpg
-async def test_a_type_that_changed_is_learnt_anew(outbox: Outbox, postgres_url: str) -> None:
+async def test_a_changed_type_is_read_again(outbox: Outbox, postgres_url: str) -> None:
     look = Look(postgres_url)
     await look.fetch("CREATE TYPE pair AS (x INT, y INT)")
     await look.fetch("CREATE TABLE pairs (p pair)")
@@ -147,7 +145,7 @@ async def test_a_type_that_changed_is_learnt_anew(outbox: Outbox, postgres_url: 
     assert await many(outbox, read_pair) == [(1, "2")] * AT_ONCE
 
 
-async def test_an_action_that_deallocates_what_the_driver_prepared_spoils_nothing(outbox: Outbox) -> None:
+async def test_an_action_may_deallocate_the_drivers_prepared_statements(outbox: Outbox) -> None:
     async def deallocate(tx: Transaction) -> None:
         await read(tx)
         await tx.execute("DEALLOCATE ALL")
@@ -166,11 +164,11 @@ async def test_an_action_that_deallocates_what_the_driver_prepared_spoils_nothin
 
 
 @pytest.fixture
-def acts(server_url: str) -> ServerActs:
-    return acts_on(server_url)
+def acts(server_url: str) -> ServerActions:
+    return actions_on(server_url)
 
 
-async def test_no_action_on_a_given_pool_fails_because_a_column_was_added(acts: ServerActs, server_url: str) -> None:
+async def test_no_action_on_a_user_pool_fails_after_adding_a_column(acts: ServerActions, server_url: str) -> None:
     look = Look(server_url)
     await look.fetch("CREATE TABLE own (n INT PRIMARY KEY, balance INT NOT NULL)")
     await look.fetch("INSERT INTO own (n, balance) VALUES (1, 0)")
@@ -185,7 +183,7 @@ async def test_no_action_on_a_given_pool_fails_because_a_column_was_added(acts: 
     assert await look.value("SELECT balance FROM own") == 3 * AT_ONCE
 
 
-async def test_neither_loops_nor_handlers_fail_because_a_table_of_outboxio_changed(
+async def test_loops_and_handlers_survive_changes_of_outboxio_tables(
     outbox: Outbox, postgres_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As a migration of a later version does beside processes of this version."""
@@ -215,7 +213,7 @@ async def test_neither_loops_nor_handlers_fail_because_a_table_of_outboxio_chang
                 await look.fetch(f"ALTER TABLE eventlog.{table} ALTER COLUMN {column} TYPE TEXT")
                 await look.fetch(f"ALTER TABLE eventlog.{table} ALTER COLUMN {column} TYPE VARCHAR(255)")
                 await look.fetch(f"ALTER TABLE eventlog.{table} ALTER COLUMN {column} TYPE TEXT")
-    assert complaints(caplog) == []
+    assert logged_problems(caplog) == []
     assert {record.attempts for record in await outbox.admin.list(handler="plain")} == {1}
     assert {record.attempts for record in await outbox.admin.list(handler="transactional")} == {1}
 
@@ -223,13 +221,13 @@ async def test_neither_loops_nor_handlers_fail_because_a_table_of_outboxio_chang
 # --- MySQL and MariaDB -----------------------------------------------------------------------------
 
 
-async def test_a_table_that_changed_under_a_snapshot_runs_the_action_again(mysql_url: str) -> None:
+async def test_a_table_changed_under_a_snapshot_reruns_the_action(mysql_url: str) -> None:
     look, runs = Look(mysql_url), 0
     await look.fetch("CREATE TABLE own (n INT PRIMARY KEY, balance INT NOT NULL)")
     await look.fetch("CREATE TABLE other (n INT PRIMARY KEY)")
     await look.fetch("INSERT INTO own (n, balance) VALUES (1, 0)")
 
-    async def change_meanwhile(tx: Transaction) -> int:
+    async def change_concurrently(tx: Transaction) -> int:
         nonlocal runs
         runs += 1
         await tx.fetch("SELECT * FROM other")  # takes the snapshot
@@ -239,5 +237,5 @@ async def test_a_table_that_changed_under_a_snapshot_runs_the_action_again(mysql
 
     async with Outbox(mysql_url, namespace="app") as outbox:
         await outbox.migrate()
-        assert await outbox.executor.execute(doing(change_meanwhile)) == 2
+        assert await outbox.executor.execute(doing(change_concurrently)) == 2
     assert runs == 2

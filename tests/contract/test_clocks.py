@@ -1,4 +1,4 @@
-"""Clocks that are set while an outbox runs: the wall clock of a host, and the clock of a database."""
+"""Clock changes while an outbox runs: the wall clock of a host, and the clock of a database."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ SETTINGS = Settings(lock_heartbeat="100ms", fanout_poll_delay="100ms", handling_
 
 
 class DatabaseClock:
-    """The clock of a database, which jumps on command.
+    """The clock of a database, which jumps when a test sets ``jump``.
 
-    The driver's answer is changed on its way to outboxio, so the text of the statements does not matter.
+    The driver's response is changed on its way to outboxio, so the text of the statements does not matter.
     """
 
     def __init__(self) -> None:
         self.jump = NONE
 
-    def be_of(self, outbox: Outbox) -> Outbox:
+    def control(self, outbox: Outbox) -> Outbox:
         database = database_of(outbox)
         make_lock, now = database.cluster_lock, database.now
 
@@ -54,8 +54,8 @@ class DatabaseClock:
             return lock
 
         async def jumping_now() -> datetime:
-            moment: datetime = await now()
-            return moment + self.jump
+            unchanged: datetime = await now()
+            return unchanged + self.jump
 
         database.cluster_lock, database.now = cluster_lock, jumping_now
         return outbox
@@ -67,8 +67,8 @@ def database_clock() -> DatabaseClock:
 
 
 @pytest.fixture
-def impatience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A jump is followed soon, and settles only when a test says so."""
+def quick_to_follow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """outboxio follows a jump quickly, and the jump settles only when a test requests it."""
     monkeypatch.setattr(clocks, "FOLLOWED_AFTER", SOON)
 
 
@@ -85,8 +85,8 @@ async def followed(*outboxes: Outbox) -> None:
 
 
 async def pair(make_outbox: MakeOutbox, database_clock: DatabaseClock) -> tuple[Outbox, Outbox, Journal, Journal]:
-    """An instance that fans out, and a second instance, each with a handler."""
-    outboxes = [database_clock.be_of(await make_outbox(settings=SETTINGS)) for _ in range(2)]
+    """An instance that fans out, and another instance, each with a handler."""
+    outboxes = [database_clock.control(await make_outbox(settings=SETTINGS)) for _ in range(2)]
     journals = [Journal(), Journal()]
     for outbox, journal, name in zip(outboxes, journals, ("here", "elsewhere"), strict=True):
         outbox.handler(MoneyDeposited, name=name)(journal)
@@ -100,7 +100,7 @@ async def all_are(look: Look, **states: int) -> bool:
 # --- the database's clock --------------------------------------------------------------------------
 
 
-async def test_a_jump_of_the_databases_clock_for_some_seconds_costs_no_notification_and_delays_none(
+async def test_a_short_jump_of_the_database_clock_affects_no_notification(
     make_outbox: MakeOutbox, look: Look, database_clock: DatabaseClock
 ) -> None:
     one, other, here, elsewhere = await pair(make_outbox, database_clock)
@@ -120,8 +120,8 @@ async def test_a_jump_of_the_databases_clock_for_some_seconds_costs_no_notificat
     assert sorted(here.amounts) == sorted(elsewhere.amounts) == list(range(21))
 
 
-async def test_while_a_jump_is_followed_and_when_it_is_over_nobody_is_gone_and_nothing_expires(
-    make_outbox: MakeOutbox, look: Look, database_clock: DatabaseClock, impatience: None
+async def test_a_followed_jump_expires_and_unsubscribes_nothing(
+    make_outbox: MakeOutbox, look: Look, database_clock: DatabaseClock, quick_to_follow: None
 ) -> None:
     one, other, here, elsewhere = await pair(make_outbox, database_clock)
     number = 0
@@ -141,8 +141,8 @@ async def test_while_a_jump_is_followed_and_when_it_is_over_nobody_is_gone_and_n
         await eventually(lambda: all_are(look, SUCCEEDED=2 * number))
 
 
-async def test_a_handler_of_which_no_instance_runs_is_not_gone_by_a_jump(
-    make_outbox: MakeOutbox, look: Look, database_clock: DatabaseClock, impatience: None
+async def test_a_jump_does_not_remove_a_handler_without_instances(
+    make_outbox: MakeOutbox, look: Look, database_clock: DatabaseClock, quick_to_follow: None
 ) -> None:
     one, other, here, _ = await pair(make_outbox, database_clock)
     async with other.running():
@@ -157,10 +157,10 @@ async def test_a_handler_of_which_no_instance_runs_is_not_gone_by_a_jump(
         assert (await one.admin.counts())["unroutable"] == 0
 
 
-async def test_a_failure_while_a_jump_is_followed_is_tried_again_and_does_not_expire(
-    make_outbox: MakeOutbox, look: Look, database_clock: DatabaseClock, impatience: None
+async def test_a_failure_during_a_jump_is_retried_and_does_not_expire(
+    make_outbox: MakeOutbox, look: Look, database_clock: DatabaseClock, quick_to_follow: None
 ) -> None:
-    outbox = database_clock.be_of(await make_outbox(settings=SETTINGS))
+    outbox = database_clock.control(await make_outbox(settings=SETTINGS))
     journal = Journal(lambda envelope: ValueError("not yet"))
     outbox.handler(MoneyDeposited, name="here")(journal)
     async with outbox.running():
@@ -172,10 +172,10 @@ async def test_a_failure_while_a_jump_is_followed_is_tried_again_and_does_not_ex
         await eventually(lambda: all_are(look, FAILED=1))
 
 
-async def test_a_scheduled_batch_does_not_begin_by_a_jump_that_does_not_last(
+async def test_a_scheduled_batch_does_not_start_by_a_short_jump(
     make_outbox: MakeOutbox, look: Look, database_clock: DatabaseClock
 ) -> None:
-    outbox, opened, deposited = database_clock.be_of(await make_outbox(settings=SETTINGS)), [], Journal()
+    outbox, opened, deposited = database_clock.control(await make_outbox(settings=SETTINGS)), [], Journal()
 
     @outbox.handler(WalletOpened, name="nightly", batch=Batch(schedule="0 0 1 1 *"))
     async def nightly(envelopes: Sequence[EventEnvelope[WalletOpened]]) -> None:
@@ -194,16 +194,16 @@ async def test_a_scheduled_batch_does_not_begin_by_a_jump_that_does_not_last(
     assert opened == []
 
 
-async def test_nothing_is_removed_by_a_jump_before_it_has_settled(
+async def test_nothing_is_removed_until_a_jump_has_settled(
     make_outbox: MakeOutbox,
     look: Look,
     database_clock: DatabaseClock,
-    impatience: None,
+    quick_to_follow: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(clocks, "SETTLED_AFTER", timedelta(hours=1))
     settings = Settings(lock_heartbeat="100ms", dedup_retention="7d", purge_enabled=False)
-    outbox, journal = database_clock.be_of(await make_outbox(settings=settings)), Journal()
+    outbox, journal = database_clock.control(await make_outbox(settings=settings)), Journal()
     outbox.handler(MoneyDeposited, name="here")(journal)
     async with outbox.running():
         await outbox.inbox.receive(
@@ -224,11 +224,11 @@ async def test_nothing_is_removed_by_a_jump_before_it_has_settled(
 async def aged(look: Look, days: int) -> None:
     """Make all notifications older."""
     then = utc_now() - timedelta(days=days)
-    moment = then if look.driver == "asyncpg" else then.isoformat(" ", timespec="microseconds")
-    await look.fetch("UPDATE {event_notifications} SET retention_from = $1, next_retry_at = $2", moment, moment)
+    earlier = then if look.driver == "asyncpg" else then.isoformat(" ", timespec="microseconds")
+    await look.fetch("UPDATE {event_notifications} SET retention_from = $1, next_retry_at = $2", earlier, earlier)
 
 
-async def test_after_a_downtime_of_a_week_what_is_too_old_expires_at_once(make_outbox: MakeOutbox, look: Look) -> None:
+async def test_after_a_week_of_downtime_old_rows_expire_at_once(make_outbox: MakeOutbox, look: Look) -> None:
     outbox, journal = await make_outbox(settings=SETTINGS), Journal()
     outbox.handler(MoneyDeposited, name="here")(journal)
     await outbox.drain()  # announces it
@@ -242,11 +242,11 @@ async def test_after_a_downtime_of_a_week_what_is_too_old_expires_at_once(make_o
     assert journal.amounts == []
 
 
-async def test_what_a_wrong_clock_makes_too_old_waits_until_the_clock_has_settled(
+async def test_rows_too_old_by_a_wrong_clock_wait_until_it_settles(
     make_outbox: MakeOutbox, look: Look, database_clock: DatabaseClock
 ) -> None:
-    """The process begins while the database's clock is wrong, or its host's clock: outboxio cannot know."""
-    outbox, journal = database_clock.be_of(await make_outbox(settings=SETTINGS)), Journal()
+    """The process starts while the clock of the database or its host is wrong, which outboxio cannot detect."""
+    outbox, journal = database_clock.control(await make_outbox(settings=SETTINGS)), Journal()
     outbox.handler(MoneyDeposited, name="here")(journal)
     database_clock.jump = DAYS
     await outbox.drain()  # announces it
@@ -275,7 +275,7 @@ async def ended(look: Look, state: str) -> bool:
 
 
 @pytest.mark.parametrize("step", [timedelta(hours=1), -timedelta(hours=1)], ids=["forward", "back"])
-async def test_what_is_fanned_out_right_after_a_step_of_the_hosts_clock_is_due_at_once(
+async def test_fanned_out_rows_are_due_at_once_after_a_clock_step(
     make_outbox: MakeOutbox, look: Look, monkeypatch: pytest.MonkeyPatch, step: timedelta
 ) -> None:
     outbox, journal = await make_outbox(settings=Settings(lock_heartbeat="1h")), Journal()
@@ -297,7 +297,7 @@ async def test_what_is_fanned_out_right_after_a_step_of_the_hosts_clock_is_due_a
     assert in_order == sorted(in_order), "ids grow with time, whatever the clock does"
 
 
-async def test_an_operators_machine_whose_clock_is_wrong_makes_due_by_the_databases(
+async def test_an_operators_wrong_clock_does_not_affect_due_dates(
     server_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file has only the clock of its host."""

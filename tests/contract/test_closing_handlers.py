@@ -1,4 +1,4 @@
-"""A handler object closes what it has opened: outbox.close() asks for it, after all runs have ended."""
+"""``outbox.close()`` closes handler objects after all runs have finished."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Mails(EventHandler[MoneyDeposited]):
     def __init__(self, log: list[str], name: str = "mails") -> None:
         self.log = log
         self.name = name  # type: ignore[misc]
-        self.begun = False
+        self.started = False
 
     async def handle(self, envelope: EventEnvelope[MoneyDeposited]) -> None:
-        self.begun = True
+        self.started = True
         await asyncio.sleep(0.05)
         self.log.append("handled")
 
@@ -33,7 +33,7 @@ class Mails(EventHandler[MoneyDeposited]):
         self.log.append("closed")
 
 
-async def test_a_handler_is_closed_once_after_its_runs_have_ended(make_outbox: MakeOutbox) -> None:
+async def test_a_handler_is_closed_once_after_its_runs_end(make_outbox: MakeOutbox) -> None:
     outbox, log = await make_outbox(), list[str]()
     router, mails = Handlers(), Mails(log)
     router.add_handler(mails)
@@ -41,7 +41,7 @@ async def test_a_handler_is_closed_once_after_its_runs_have_ended(make_outbox: M
 
     async with outbox.running():
         await outbox.execute(Emit((1,)))
-        await eventually(lambda: mails.begun)
+        await eventually(lambda: mails.started)
         assert log == []
         await outbox.close()
     assert log == ["handled", "closed"]
@@ -64,21 +64,21 @@ class Breaks(Mails):
     """Its first close fails."""
 
     async def close(self) -> None:
-        if not self.begun:
-            self.begun = True
+        if not self.started:
+            self.started = True
             raise ValueError(self.name)
 
 
 class Hangs(Mails):
-    """Its first close does not end."""
+    """Its first close hangs."""
 
     async def close(self) -> None:
-        if not self.begun:
-            self.begun = True
+        if not self.started:
+            self.started = True
             await asyncio.Event().wait()
 
 
-async def test_a_close_that_fails_or_hangs_keeps_nothing_else_open(make_outbox: MakeOutbox) -> None:
+async def test_a_failing_or_hanging_close_keeps_nothing_else_open(make_outbox: MakeOutbox) -> None:
     outbox, log = await make_outbox(settings=Settings(shutdown_timeout="100ms")), list[str]()
     for handler in (Breaks(log, "breaks"), Hangs(log, "hangs"), Mails(log)):
         outbox.add_handler(handler)
@@ -98,7 +98,7 @@ class Plain(Mails):
         self.log.append("closed")
 
 
-async def test_a_plain_close_is_called_as_well(make_outbox: MakeOutbox) -> None:
+async def test_a_synchronous_close_is_called_as_well(make_outbox: MakeOutbox) -> None:
     outbox, log = await make_outbox(), list[str]()
     outbox.add_handler(Plain(log))
     await outbox.close()

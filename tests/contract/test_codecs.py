@@ -1,4 +1,4 @@
-"""Pools of the application whose connections convert values on their own: codecs of asyncpg, converters of aiomysql."""
+"""User-supplied pools whose connections convert values: codecs of asyncpg, converters of aiomysql."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from outboxio import (
 from outboxio.sync import Producer
 from tests.kit import mysql
 from tests.kit.app import Look
-from tests.kit.complaints import complaints
+from tests.kit.logged_problems import logged_problems
 
 CONVERTERS = {**conversions, FIELD_TYPE.JSON: json.loads, FIELD_TYPE.DATETIME: str, FIELD_TYPE.LONGLONG: str}
 
@@ -49,14 +49,14 @@ async def decode_json(connection: asyncpg.Connection[Any]) -> None:
 
 
 def converting_pool(look: Look) -> AbstractAsyncContextManager[Any]:
-    """A pool that decodes JSON, as many applications have one, and converts a few other types."""
+    """A pool that decodes JSON, as many applications have, and converts a few other types."""
     if look.driver == "asyncpg":
         return asyncpg.create_pool(look.url, min_size=0, max_size=20, init=decode_json)
     return mysql.pool(look.url, minsize=0, maxsize=20, conv=CONVERTERS)  # type: ignore[no-any-return]  # the driver has no types
 
 
 class Seen:
-    """The numbers that handlers have handled, by handler name."""
+    """The numbers handled so far, by handler name."""
 
     def __init__(self, *names: str) -> None:
         self._numbers: dict[str, set[int]] = {name: set() for name in names}
@@ -117,7 +117,7 @@ def with_every_feature(outbox: Outbox) -> Seen:
 
 
 async def use_every_feature(outbox: Outbox, seen: Seen) -> None:
-    """A whole round: events and inbox messages are handled, jobs run, and operators read and change rows."""
+    """Handle events and inbox messages, run jobs, and read and change rows as an operator."""
     payload = {"number": 2, "things": {"a": [1, None, {"b": "ü"}]}}
     async with outbox.running():
         for number in range(2):
@@ -145,7 +145,7 @@ async def use_every_feature(outbox: Outbox, seen: Seen) -> None:
 
 
 def problems_in(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [text for text in complaints(caplog) if "handler 'failing' failed" not in text]
+    return [text for text in logged_problems(caplog) if "handler 'failing' failed" not in text]
 
 
 @pytest.mark.one_of_family
@@ -197,7 +197,9 @@ async def test_a_message_is_received_over_connections_that_decode_json(server_ur
 
 @pytest.mark.parametrize("of_type", ["uuid", "timestamp", "int8"])
 @pytest.mark.parametrize("source", ["pool", "engine"])
-async def test_codecs_that_change_our_values_are_rejected_by_name(postgres_url: str, of_type: str, source: str) -> None:
+async def test_codecs_that_change_stored_values_are_refused_by_name(
+    postgres_url: str, of_type: str, source: str
+) -> None:
     async def as_text(connection: asyncpg.Connection[Any]) -> None:
         await connection.set_type_codec(of_type, schema="pg_catalog", encoder=str, decoder=str)
 
@@ -219,7 +221,7 @@ async def test_codecs_that_change_our_values_are_rejected_by_name(postgres_url: 
 
 
 @pytest.mark.parametrize("names", ["'5'", "'\"x\"'", "'{}'", "'[1]'", '\'"[\\"part\\"]"\''])
-async def test_a_malformed_row_of_a_process_stops_no_other_process(
+async def test_a_malformed_row_of_one_process_stops_no_other(
     outbox: Outbox, look: Look, names: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     if look.is_file:
@@ -238,7 +240,7 @@ async def test_a_malformed_row_of_a_process_stops_no_other_process(
     async with outbox.running():
         async with outbox.transaction("Note") as tx:
             tx.emit(Noted(1))
-        if "part" not in names:  # else the other process takes its share, and never gives it back
+        if "part" not in names:  # otherwise the other process takes its share and keeps it
             await seen.all_have({1})
         assert await outbox.admin.instances()
     assert not [record for record in caplog.records if "is tried again" in record.getMessage()]
@@ -246,7 +248,7 @@ async def test_a_malformed_row_of_a_process_stops_no_other_process(
 
 @pytest.mark.parametrize("charset", ["latin1", "utf8mb3"])
 @pytest.mark.with_tables
-async def test_a_character_set_in_which_texts_change_is_refused(mysql_url: str, charset: str) -> None:
+async def test_a_lossy_character_set_is_refused(mysql_url: str, charset: str) -> None:
     driver: Any = aiomysql
     options = {**mysql.address(mysql_url), "charset": charset}
     connection = await driver.connect(**options)
@@ -279,7 +281,7 @@ async def test_a_character_set_in_which_texts_change_is_refused(mysql_url: str, 
 
 @pytest.mark.parametrize(("charset", "text"), [("latin1", "中"), ("utf8mb3", "\N{GRINNING FACE}")])
 @pytest.mark.with_tables
-def test_a_producer_names_the_field_that_its_character_set_lacks(mysql_url: str, charset: str, text: str) -> None:
+def test_a_producer_names_the_field_that_does_not_fit_its_charset(mysql_url: str, charset: str, text: str) -> None:
     options = {name: value for name, value in mysql.address(mysql_url).items() if name not in ("db", "charset")}
     connection = pymysql.connect(**options, charset=charset)
     producer = Producer("app")

@@ -1,4 +1,4 @@
-"""The number of concurrent handlers, their time limits, and handlers that do not stop, on every database."""
+"""Concurrency limits, timeouts, and handlers that do not stop, on every database."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ async def only_record(outbox: Outbox, handler: str | None = None) -> Any:
 # --- timeouts ------------------------------------------------------------------------------------
 
 
-async def test_a_handler_past_its_timeout_is_cancelled_and_has_failed(outbox: Outbox) -> None:
+async def test_a_handler_past_its_timeout_is_cancelled_and_fails(outbox: Outbox) -> None:
     cancelled = asyncio.Event()
 
     @outbox.handler(MoneyDeposited, name="hangs", timeout="50ms")
@@ -53,7 +53,7 @@ async def test_a_handler_past_its_timeout_is_cancelled_and_has_failed(outbox: Ou
     assert (record.state, record.attempts, record.errors[0]["type"]) == ("FAILED", 1, "TimeoutError")
 
 
-async def test_a_handler_that_comes_back_after_its_timeout_has_failed_all_the_same(outbox: Outbox) -> None:
+async def test_a_handler_that_finishes_after_its_timeout_has_failed(outbox: Outbox) -> None:
     @outbox.handler(MoneyDeposited, name="late", timeout="50ms")
     async def late(envelope: EventEnvelope[Any]) -> None:
         try:
@@ -67,13 +67,13 @@ async def test_a_handler_that_comes_back_after_its_timeout_has_failed_all_the_sa
 
 
 class Stubborn(Journal):
-    """A handler that ignores its cancellation until the test lets it go; only for its first event."""
+    """A handler that ignores the cancellation of its first event until the test releases it."""
 
     def __init__(self) -> None:
         super().__init__()
         self._free = asyncio.Event()
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         self._free.set()
 
     async def __call__(self, envelope: EventEnvelope[Any]) -> None:
@@ -105,12 +105,12 @@ async def test_a_handler_that_ignores_its_cancellation_is_reported_and_replaced(
             }
             assert "await self._free.wait()" in caplog.text  # where it waits
             assert "_free.wait()" in str((await outbox.admin.list(state="FAILED"))[0].errors[0]["traceback"])
-            stubborn.let_go()
+            stubborn.release()
     finally:
-        stubborn.let_go()
+        stubborn.release()
 
 
-async def test_a_stuck_notification_does_not_start_again_before_its_run_ends_and_the_late_result_is_refused(
+async def test_a_stuck_notification_starts_again_only_after_its_run_ends(
     make_outbox: MakeOutbox,
 ) -> None:
     outbox = await make_outbox(settings=QUICK)
@@ -125,7 +125,7 @@ async def test_a_stuck_notification_does_not_start_again_before_its_run_ends_and
             await outbox.drain(timeout=10)
             assert stubborn.amounts == [1, 2]
 
-            stubborn.let_go()
+            stubborn.release()
             await stubborn.calls(3)
             await outbox.drain(timeout=10)
 
@@ -133,10 +133,10 @@ async def test_a_stuck_notification_does_not_start_again_before_its_run_ends_and
         assert (record.state, record.attempts) == ("SUCCEEDED", 2)
         assert stubborn.amounts == [1, 2, 1]
     finally:
-        stubborn.let_go()
+        stubborn.release()
 
 
-async def test_a_stuck_notification_does_not_start_again_in_the_next_stay_either(
+async def test_a_stuck_notification_does_not_restart_in_the_next_running_block(
     make_outbox: MakeOutbox, clock: MovableClock
 ) -> None:
     outbox = await make_outbox(clock=clock, settings=Settings(shutdown_timeout="50ms"))
@@ -150,17 +150,17 @@ async def test_a_stuck_notification_does_not_start_again_in_the_next_stay_either
         await outbox.drain(timeout=20)
         assert stubborn.amounts == [1]
 
-        stubborn.let_go()
+        stubborn.release()
         await outbox.drain(timeout=20)
         assert stubborn.amounts == [1, 1]
     finally:
-        stubborn.let_go()
+        stubborn.release()
 
 
 # --- concurrency ---------------------------------------------------------------------------------
 
 
-async def test_concurrency_is_reached_and_never_exceeded(make_outbox: MakeOutbox) -> None:
+async def test_the_concurrency_limit_is_reached_and_never_exceeded(make_outbox: MakeOutbox) -> None:
     outbox = await make_outbox(settings=Settings(concurrency=12, fanout_poll_delay="30ms"))
     wide, narrow = Gate(), Gate()
     together = {"now": 0, "most": 0}
@@ -203,7 +203,7 @@ async def test_one_handler_alone_may_use_every_slot(make_outbox: MakeOutbox) -> 
     assert (gate.most, len(gate)) == (25, 60)
 
 
-async def test_handlers_that_never_finish_hold_up_nobody_else(make_outbox: MakeOutbox) -> None:
+async def test_handlers_that_never_finish_block_no_others(make_outbox: MakeOutbox) -> None:
     outbox = await make_outbox(settings=Settings(concurrency=10, fanout_poll_delay="30ms", handling_batch_size=50))
     stuck = [Gate(), Gate()]
     quick = Journal()
@@ -223,7 +223,7 @@ async def test_handlers_that_never_finish_hold_up_nobody_else(make_outbox: MakeO
     assert (await outbox.admin.counts())["SUCCEEDED"] == 1500
 
 
-async def test_outcomes_are_written_while_other_handlers_still_run(make_outbox: MakeOutbox, look: Look) -> None:
+async def test_outcomes_are_written_while_other_handlers_are_running(make_outbox: MakeOutbox, look: Look) -> None:
     outbox = await make_outbox(settings=QUICK)
     gate = Gate()
     outbox.handler(MoneyDeposited, name="slow")(gate)
@@ -238,7 +238,7 @@ async def test_outcomes_are_written_while_other_handlers_still_run(make_outbox: 
         gate.open()
 
 
-async def test_a_wake_up_that_comes_while_the_locks_are_in_doubt_is_not_lost(make_outbox: MakeOutbox) -> None:
+async def test_a_wakeup_while_the_locks_are_unproven_is_not_lost(make_outbox: MakeOutbox) -> None:
     settings = Settings(lock_heartbeat="200ms", fanout_poll_delay="60s", handling_poll_delay="60s")
     outbox = await make_outbox(settings=settings)
     journal = Journal()
@@ -256,8 +256,8 @@ async def test_a_wake_up_that_comes_while_the_locks_are_in_doubt_is_not_lost(mak
 
 
 @pytest.mark.parametrize("handler", ["waits", "waits-in-batches"])
-async def test_what_a_stay_had_in_memory_is_gone_with_it(make_outbox: MakeOutbox, handler: str) -> None:
-    """Runs, which the garbage collector does not track, and their queues refer to each other."""
+async def test_in_memory_state_ends_with_its_running_block(make_outbox: MakeOutbox, handler: str) -> None:
+    """Runs are not tracked by the garbage collector, and their queues refer to each other."""
     outbox, started = await make_outbox(settings=Settings(concurrency=2, shutdown_timeout=0)), asyncio.Event()
 
     async def wait(_: object) -> None:
@@ -282,4 +282,4 @@ async def test_what_a_stay_had_in_memory_is_gone_with_it(make_outbox: MakeOutbox
         return [reference() for reference in remembered] == [None, None]
 
     await asyncio.create_task(stay())
-    await eventually(is_gone)  # timers may know them for a moment
+    await eventually(is_gone)  # timers may refer to them for a short time

@@ -1,4 +1,4 @@
-"""``outbox.connection()``: reading beside all running work, without leaving a trace."""
+"""``outbox.connection()``: reads that do not affect running work and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def filled(outbox: Outbox) -> Outbox:
 
 
 async def of_all(outbox: Outbox) -> AsyncIterator[Outbox]:
-    """The outbox of the test's database, and an outbox in memory beside it."""
+    """The outbox of the test's database, and an in-memory outbox."""
     yield outbox
     async with memory_outbox() as in_memory:
 
@@ -58,7 +58,7 @@ async def of_all(outbox: Outbox) -> AsyncIterator[Outbox]:
 SUM = "SELECT sum(balance) FROM wallets"
 
 
-async def test_what_is_committed_is_read_by_index_and_by_name(filled: Outbox) -> None:
+async def test_committed_rows_are_read_by_index_and_by_name(filled: Outbox) -> None:
     async for outbox in of_all(filled):
         async with outbox.connection() as connection:
             rows = await connection.fetch("SELECT id, balance FROM wallets ORDER BY id")
@@ -82,7 +82,7 @@ async def test_reading_leaves_no_row(filled: Outbox, look: Look) -> None:
     assert len(await look.events()) == before
 
 
-async def test_a_statement_that_writes_is_refused_and_whoever_comes_next_can_write(filled: Outbox) -> None:
+async def test_a_writing_statement_is_refused_and_the_next_user_can_write(filled: Outbox) -> None:
     async for outbox in of_all(filled):
         for _ in range(2):
             with pytest.raises(Exception, match=r"(?i)read.?only"):
@@ -97,7 +97,7 @@ async def test_a_statement_that_writes_is_refused_and_whoever_comes_next_can_wri
             assert int(await connection.fetchval(SUM)) == 5
 
 
-async def test_reading_waits_for_no_writer_and_sees_nothing_of_it(filled: Outbox, look: Look) -> None:
+async def test_reads_wait_for_no_writer_and_see_nothing_of_it(filled: Outbox, look: Look) -> None:
     """In memory there is a single connection, and readers take turns."""
     async with filled.transaction("Write") as tx:
         await tx.execute("UPDATE wallets SET balance = 100")
@@ -112,7 +112,7 @@ async def test_reading_waits_for_no_writer_and_sees_nothing_of_it(filled: Outbox
     assert total == 3
 
 
-async def test_many_read_at_once(filled: Outbox) -> None:
+async def test_many_connections_read_at_once(filled: Outbox) -> None:
     async def read(outbox: Outbox) -> int:
         async with outbox.connection() as connection:
             await asyncio.sleep(0)
@@ -123,14 +123,14 @@ async def test_many_read_at_once(filled: Outbox) -> None:
 
 
 def a_pool(look: Look, size: int) -> Any:
-    """A pool of the application's own."""
+    """A user-supplied pool."""
     if look.driver == "asyncpg":
         return asyncpg.create_pool(look.url, min_size=0, max_size=size)
     return mysql.pool(look.url, minsize=0, maxsize=size)
 
 
 @pytest.mark.not_on("sqlite", why="a file has no pool of the application")
-async def test_a_given_pool_has_its_connection_back_as_it_was(filled: Outbox, look: Look) -> None:
+async def test_a_user_pool_gets_its_connection_back_unchanged(filled: Outbox, look: Look) -> None:
     async with a_pool(look, 1) as pool, Outbox(pool, namespace="app") as outbox:
         for _ in range(3):
             with pytest.raises(Exception, match=r"(?i)read.?only"):
@@ -142,15 +142,15 @@ async def test_a_given_pool_has_its_connection_back_as_it_was(filled: Outbox, lo
             assert int(await connection.fetchval(SUM)) == 9
 
 
-async def test_there_is_nothing_to_emit_with(filled: Outbox) -> None:
+async def test_the_connection_cannot_emit(filled: Outbox) -> None:
     async with filled.connection() as connection:
         assert not hasattr(connection, "emit")
 
 
-# --- how it is used ------------------------------------------------------------------------------
+# --- using the connection ------------------------------------------------------------------------
 
 
-async def test_a_connection_is_of_no_use_after_its_block(filled: Outbox) -> None:
+async def test_a_connection_is_unusable_after_its_block(filled: Outbox) -> None:
     async with filled.connection() as connection:
         await connection.fetchval(SUM)
 
@@ -174,7 +174,7 @@ async def test_a_statement_that_would_end_the_transaction_is_refused(filled: Out
         assert int(await connection.fetchval(SUM)) == 3
 
 
-async def test_what_the_block_raises_passes_through(filled: Outbox) -> None:
+async def test_an_exception_of_the_block_passes_through(filled: Outbox) -> None:
     async for outbox in of_all(filled):
         with pytest.raises(ZeroDivisionError):
             await _read_and_fail(outbox)
@@ -187,7 +187,7 @@ async def _read_and_fail(outbox: Outbox) -> None:
         raise ZeroDivisionError
 
 
-async def test_a_block_that_is_cancelled_gives_its_connection_back(filled: Outbox) -> None:
+async def test_a_cancelled_block_returns_its_connection(filled: Outbox) -> None:
     async for outbox in of_all(filled):
         reading = asyncio.Event()
 
@@ -211,33 +211,33 @@ async def test_an_unknown_shard_is_refused(filled: Outbox) -> None:
         filled.connection(shard="eu")
 
 
-# --- within others -------------------------------------------------------------------------------
+# --- nesting -------------------------------------------------------------------------------------
 
 
-async def test_it_is_refused_inside_an_action(filled: Outbox) -> None:
+async def test_connection_is_refused_inside_an_action(filled: Outbox) -> None:
     async def perform(tx: Transaction) -> None:
         async with filled.connection():
             pass
 
-    told = r"outbox\.connection\(\) inside the transaction of .*: it would not see .* Read through tx"
-    with pytest.raises(NestedConnection, match=told):
+    message = r"outbox\.connection\(\) inside the transaction of .*: it would not see .* Read through tx"
+    with pytest.raises(NestedConnection, match=message):
         await filled.executor.execute(doing(perform))
 
 
-async def test_it_is_refused_inside_itself(filled: Outbox) -> None:
+async def test_connection_is_refused_inside_itself(filled: Outbox) -> None:
     async for outbox in of_all(filled):
         async with outbox.connection() as connection:
-            with pytest.raises(NestedConnection, match="read on the connection that is open already"):
+            with pytest.raises(NestedConnection, match="use the connection that is already open"):
                 async with outbox.connection():
                     pass
             assert int(await connection.fetchval(SUM)) == 3
 
 
-async def test_an_action_inside_it_is_refused(filled: Outbox) -> None:
+async def test_an_action_inside_a_connection_block_is_refused(filled: Outbox) -> None:
     async for outbox in of_all(filled):
         async with outbox.connection():
             with pytest.raises(
-                NestedExecute, match=r"inside outbox\.connection\(\): let the block that reads end first"
+                NestedExecute, match=r"inside outbox\.connection\(\): execute the action after the block has ended"
             ):
                 await outbox.executor.execute(OpenWallet(uuid4()))
         await outbox.executor.execute(OpenWallet(uuid4()))
@@ -259,7 +259,7 @@ async def test_a_transactional_handler_reads_through_its_transaction(filled: Out
     assert "Read through envelope.tx" in refused[0]
 
 
-async def test_any_other_handler_may_use_it(filled: Outbox) -> None:
+async def test_other_handlers_may_use_connection(filled: Outbox) -> None:
     sums: list[int] = []
     async for outbox in of_all(filled):
 

@@ -52,7 +52,7 @@ def failing(times: int, error: BaseException) -> Journal:
     return Journal(lambda envelope: left.pop() if left else None)
 
 
-async def test_handlers_run_at_once_in_the_order_of_priority(outbox: Outbox, look: Look) -> None:
+async def test_handlers_run_at_once_in_priority_order(outbox: Outbox, look: Look) -> None:
     order: list[str] = []
 
     for name, priority in (("last", 7), ("first", -1), ("second", 0)):
@@ -78,7 +78,7 @@ async def test_a_redelivery_runs_nothing(outbox: Outbox) -> None:
     assert (again.status, again.seen, len(journal)) == (Received.DUPLICATE, ("receipt",), 1)
 
 
-async def test_what_was_stored_and_what_was_consumed_do_not_know_of_each_other(outbox: Outbox) -> None:
+async def test_stored_and_consumed_messages_do_not_deduplicate_each_other(outbox: Outbox) -> None:
     journal = Journal()
     outbox.handler(MoneyDeposited, name="receipt")(journal)
 
@@ -89,7 +89,9 @@ async def test_what_was_stored_and_what_was_consumed_do_not_know_of_each_other(o
     assert len(journal) == 2
 
 
-async def test_who_comes_later_gets_nothing_of_what_was_consumed(make_outbox: MakeOutbox, clock: MovableClock) -> None:
+async def test_later_handlers_get_nothing_that_was_consumed_before(
+    make_outbox: MakeOutbox, clock: MovableClock
+) -> None:
     outbox, later = await make_outbox(clock=clock), await make_outbox(clock=clock)
     first, second = Journal(), Journal()
     outbox.handler(MoneyDeposited, name="first")(first)
@@ -105,7 +107,7 @@ async def test_who_comes_later_gets_nothing_of_what_was_consumed(make_outbox: Ma
     assert (done.seen, done.succeeded, len(first), len(second)) == (("first",), ("second",), 1, 1)
 
 
-async def test_one_id_of_two_sources_is_two_messages(outbox: Outbox) -> None:
+async def test_the_same_id_from_two_sources_is_two_messages(outbox: Outbox) -> None:
     journal = Journal()
     outbox.handler(MoneyDeposited, name="receipt")(journal)
     await outbox.inbox.consume(**message(source="billing"))
@@ -124,7 +126,7 @@ async def test_another_payload_under_one_id_is_a_conflict(outbox: Outbox) -> Non
     assert (done.status, journal.amounts, outbox.inbox.conflicts) == (Received.CONFLICT, [1], 1)
 
 
-async def test_the_envelope_says_where_it_came_from(outbox: Outbox) -> None:
+async def test_the_envelope_names_its_source(outbox: Outbox) -> None:
     journal = Journal()
     outbox.handler(MoneyDeposited, name="receipt")(journal)
     await outbox.inbox.consume(**message(5, headers={"traceparent": "00-1"}, correlation_id="c-1", ordering_key="k"))
@@ -159,7 +161,7 @@ async def test_a_message_may_be_a_mapping_or_an_object(outbox: Outbox, form: str
 # --- failures --------------------------------------------------------------------------------------
 
 
-async def test_a_failure_keeps_nobody_else_from_running_and_is_raised(outbox: Outbox, look: Look) -> None:
+async def test_a_failure_lets_others_run_and_is_raised(outbox: Outbox, look: Look) -> None:
     receipt, audit = failing(1, ValueError("no mail")), Journal()
     outbox.handler(MoneyDeposited, name="receipt")(receipt)
     outbox.handler(MoneyDeposited, name="audit")(audit)
@@ -174,7 +176,7 @@ async def test_a_failure_keeps_nobody_else_from_running_and_is_raised(outbox: Ou
     assert await look.notifications() == []
 
 
-async def test_what_failed_can_be_stored_and_is_tried_again(
+async def test_a_failed_message_can_be_stored_and_is_retried(
     make_outbox: MakeOutbox, clock: MovableClock, look: Look
 ) -> None:
     outbox = await make_outbox(clock=clock)
@@ -199,11 +201,11 @@ async def test_what_failed_can_be_stored_and_is_tried_again(
     assert (await outbox.inbox.consume(**message())).status is Received.DUPLICATE
 
 
-async def test_what_can_never_succeed_is_stored_as_dead(outbox: Outbox) -> None:
-    told: list[HandlerFailed] = []
+async def test_a_message_that_can_never_succeed_is_stored_as_dead(outbox: Outbox) -> None:
+    hook_errors: list[HandlerFailed] = []
 
     async def on_dead(envelope: Envelope, error: HandlerFailed) -> None:
-        told.append(error)
+        hook_errors.append(error)
 
     outbox.handler(MoneyDeposited, name="receipt", on_dead=on_dead)(failing(1, Unprocessable("no such wallet")))
     outbox.handler(MoneyDeposited, name="tried-out", retry=RetryPolicy(max_attempts=1))(failing(1, ValueError()))
@@ -213,10 +215,10 @@ async def test_what_can_never_succeed_is_stored_as_dead(outbox: Outbox) -> None:
 
     states = {record.handler_name: record.state for record in await outbox.admin.list()}
     assert states == {"receipt": "DEAD", "tried-out": "DEAD"}
-    assert [error.message for error in told] == ["no such wallet"]
+    assert [error.message for error in hook_errors] == ["no such wallet"]
 
 
-async def test_a_handler_that_takes_too_long_has_failed(outbox: Outbox) -> None:
+async def test_a_handler_past_its_timeout_fails(outbox: Outbox) -> None:
     @outbox.handler(MoneyDeposited, name="slow", timeout=0.05)
     async def slow(envelope: Envelope) -> None:
         await hang()
@@ -227,12 +229,12 @@ async def test_a_handler_that_takes_too_long_has_failed(outbox: Outbox) -> None:
     assert isinstance(caught.value.exceptions[0], TimeoutError)
 
 
-async def test_who_is_cancelled_cancels_the_handler(outbox: Outbox) -> None:
-    begun, ended = asyncio.Event(), asyncio.Event()
+async def test_cancelling_the_consumer_cancels_the_handler(outbox: Outbox) -> None:
+    started, ended = asyncio.Event(), asyncio.Event()
 
     @outbox.handler(MoneyDeposited, name="slow")
     async def slow(envelope: Envelope) -> None:
-        begun.set()
+        started.set()
         try:
             await hang()
         finally:
@@ -240,7 +242,7 @@ async def test_who_is_cancelled_cancels_the_handler(outbox: Outbox) -> None:
 
     consuming = asyncio.create_task(outbox.inbox.consume(**message()))
     async with asyncio.timeout(20):
-        await begun.wait()
+        await started.wait()
         consuming.cancel()
         with pytest.raises(asyncio.CancelledError):
             await consuming
@@ -248,15 +250,17 @@ async def test_who_is_cancelled_cancels_the_handler(outbox: Outbox) -> None:
     assert ended.is_set()
 
 
-async def test_an_event_that_nobody_wants_is_refused(outbox: Outbox) -> None:
-    with pytest.raises(ConfigurationError, match=r"no handler here wants events of type 'MoneyDeposited'.*receive"):
+async def test_an_event_without_a_subscriber_is_refused(outbox: Outbox) -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"no handler in this process subscribes to events of type 'MoneyDeposited'.*receive"
+    ):
         await outbox.inbox.consume(**message())
 
 
-async def test_an_event_that_only_a_relay_wants_is_refused_as_well(outbox: Outbox) -> None:
+async def test_an_event_only_for_a_relay_is_refused(outbox: Outbox) -> None:
     outbox.handler(MoneyDeposited, name="to-broker", relay=True)(Journal())
 
-    with pytest.raises(ConfigurationError, match="no handler here wants"):
+    with pytest.raises(ConfigurationError, match="no handler in this process subscribes"):
         await outbox.inbox.consume(**message())
 
 
@@ -265,10 +269,10 @@ async def test_an_event_that_only_a_relay_wants_is_refused_as_well(outbox: Outbo
     [
         ({"on_error": "ignore"}, ConfigurationError, "on_error is 'ignore'; expected 'raise' or 'store'"),
         ({"external_id": ""}, InvalidEvent, "external_id of 'billing'"),
-        ({"type": "X"}, InvalidEvent, "give either event="),
+        ({"type": "X"}, InvalidEvent, "pass either event="),
     ],
 )
-async def test_what_cannot_be_consumed_is_refused(
+async def test_invalid_messages_are_refused(
     outbox: Outbox, given: dict[str, Any], error: type[Exception], text: str
 ) -> None:
     outbox.handler(MoneyDeposited, name="receipt")(Journal())
@@ -277,8 +281,8 @@ async def test_what_cannot_be_consumed_is_refused(
         await outbox.inbox.consume(**{**message(), **given})
 
 
-async def test_an_unknown_part_is_refused_by_name(outbox: Outbox) -> None:
-    with pytest.raises(InvalidEvent, match="it has 'id', which is no part of one; there is source, external_id"):
+async def test_an_unknown_field_is_refused_by_name(outbox: Outbox) -> None:
+    with pytest.raises(InvalidEvent, match="unknown part 'id'; expected source, external_id"):
         await outbox.inbox.consume({"id": 5})
 
 
@@ -306,8 +310,8 @@ async def test_a_transactional_handler_and_its_mark_commit_together(outbox: Outb
     assert [row["model_id"] for row in await look.events()] == ["emitted"]
 
 
-@pytest.mark.real_time("a run lasts long enough for others to begin beside it")
-async def test_two_at_once_have_one_effect(outbox: Outbox, look: Look) -> None:
+@pytest.mark.real_time("a run lasts long enough for others to start beside it")
+async def test_two_simultaneous_deliveries_have_one_effect(outbox: Outbox, look: Look) -> None:
     @outbox.handler(MoneyDeposited, name="books", delivery="transactional")
     async def books(envelope: Envelope) -> None:
         await add_wallet(envelope.tx, str(uuid4()), 1)
@@ -319,7 +323,7 @@ async def test_two_at_once_have_one_effect(outbox: Outbox, look: Look) -> None:
     assert sorted(one.status for one in done) == ["DUPLICATE"] * 3 + ["RECEIVED"]
 
 
-async def test_a_payload_stops_at_a_handler_that_handled_the_other(outbox: Outbox) -> None:
+async def test_a_conflicting_payload_stops_at_handlers_that_handled_the_other(outbox: Outbox) -> None:
     handled: list[tuple[str, int]] = []
     first_waits, second_is_done = asyncio.Event(), asyncio.Event()
 
@@ -345,7 +349,7 @@ async def test_a_payload_stops_at_a_handler_that_handled_the_other(outbox: Outbo
 
 
 @pytest.mark.above_statements(False)
-async def test_transactional_handlers_handle_one_of_two_payloads(outbox: Outbox) -> None:
+async def test_transactional_handlers_handle_only_one_of_two_payloads(outbox: Outbox) -> None:
     handled: set[tuple[str, int]] = set()
     meets_the_other(outbox)
     for name in ("books", "audit"):
@@ -365,7 +369,7 @@ async def test_transactional_handlers_handle_one_of_two_payloads(outbox: Outbox)
 
 
 @pytest.mark.above_statements(False)
-async def test_one_of_two_failed_payloads_is_stored(outbox: Outbox, look: Look) -> None:
+async def test_only_one_of_two_failed_payloads_is_stored(outbox: Outbox, look: Look) -> None:
     meets_the_other(outbox)
 
     calls = (outbox.inbox.consume(**message(amount), on_error="store") for amount in (1, 2))
@@ -376,7 +380,7 @@ async def test_one_of_two_failed_payloads_is_stored(outbox: Outbox, look: Look) 
 
 
 def meets_the_other(outbox: Outbox) -> None:
-    """Add a first handler that fails as soon as it runs for two calls: both have found the message to be new."""
+    """Add a first handler that fails as soon as it runs for two calls: both saw the message as new."""
     both = asyncio.Barrier(2)
 
     @outbox.handler(MoneyDeposited, name="meeting")
@@ -385,7 +389,7 @@ def meets_the_other(outbox: Outbox) -> None:
         raise ValueError("both are here")
 
 
-async def test_what_a_plain_handler_emits_commits_with_its_mark(outbox: Outbox, look: Look) -> None:
+async def test_events_of_a_plain_handler_commit_with_its_mark(outbox: Outbox, look: Look) -> None:
     journal = Journal()
     outbox.handler(WalletOpened, name="follow-up")(journal)
 
@@ -400,10 +404,10 @@ async def test_what_a_plain_handler_emits_commits_with_its_mark(outbox: Outbox, 
     assert journal.envelopes[0].correlation_id == "c-1"
 
 
-# --- what is not run here --------------------------------------------------------------------------
+# --- handlers that consume does not run ------------------------------------------------------------
 
 
-async def test_order_batches_and_at_most_once_are_kept_by_dispatch(outbox: Outbox) -> None:
+async def test_ordered_batch_and_at_most_once_handlers_run_by_dispatch(outbox: Outbox) -> None:
     ordered, once, sizes = Journal(), Journal(), list[int]()
     outbox.handler(MoneyDeposited, name="ordered", ordered=True)(ordered)
     outbox.handler(MoneyDeposited, name="once", delivery="at_most_once")(once)
@@ -423,7 +427,7 @@ async def test_order_batches_and_at_most_once_are_kept_by_dispatch(outbox: Outbo
     assert (await outbox.inbox.consume(**message(0, "m-0", ordering_key="k"))).status is Received.DUPLICATE
 
 
-async def test_received_events_are_not_given_to_relays(make_outbox: MakeOutbox, look: Look) -> None:
+async def test_received_events_do_not_go_to_relays(make_outbox: MakeOutbox, look: Look) -> None:
     outbox = await make_outbox(settings=Settings(handling_poll_delay="50ms"))
     relay, other = Journal(), Journal()
     outbox.handler(MoneyDeposited, name="to-broker", relay=True)(relay)
@@ -448,7 +452,7 @@ async def _is_done(look: Look) -> bool:
     return set(await look.states()) <= {"SUCCEEDED", "SKIPPED"}
 
 
-async def test_a_renamed_handler_knows_what_it_has_handled(make_outbox: MakeOutbox) -> None:
+async def test_a_renamed_handler_does_not_repeat_handled_messages(make_outbox: MakeOutbox) -> None:
     old, new = await make_outbox(), await make_outbox()
     journal = Journal()
     old.handler(MoneyDeposited, name="receipt")(journal)
@@ -460,10 +464,10 @@ async def test_a_renamed_handler_knows_what_it_has_handled(make_outbox: MakeOutb
     assert (done.status, len(journal)) == (Received.DUPLICATE, 1)
 
 
-# --- what dispatch heeds as well ---------------------------------------------------------------------
+# --- rules shared with dispatch ----------------------------------------------------------------------
 
 
-async def test_a_paused_handler_is_not_run_for_a_message_either(outbox: Outbox) -> None:
+async def test_a_paused_handler_does_not_run_for_a_message(outbox: Outbox) -> None:
     journal = Journal()
     outbox.handler(MoneyDeposited, name="receipt")(journal)
     await outbox.admin.pause("receipt")
@@ -474,7 +478,7 @@ async def test_a_paused_handler_is_not_run_for_a_message_either(outbox: Outbox) 
     assert len(journal) == 1
 
 
-async def test_a_message_that_is_for_later_is_not_handled_now(outbox: Outbox, clock: MovableClock) -> None:
+async def test_a_message_for_later_is_not_handled_now(outbox: Outbox, clock: MovableClock) -> None:
     journal = Journal()
     outbox.handler(MoneyDeposited, name="receipt")(journal)
     done = await outbox.inbox.consume(**message(available_at=clock.now() + timedelta(days=30)))
@@ -484,7 +488,7 @@ async def test_a_message_that_is_for_later_is_not_handled_now(outbox: Outbox, cl
     assert (await outbox.drain()).succeeded == 1
 
 
-async def test_consuming_inside_a_transaction_is_refused_as_receiving_is(outbox: Outbox) -> None:
+async def test_consuming_inside_a_transaction_is_refused_like_receiving(outbox: Outbox) -> None:
     outbox.handler(MoneyDeposited, name="receipt")(Journal())
     async with outbox.transaction("Outer"):
         with pytest.raises(NestedExecute):
@@ -493,8 +497,8 @@ async def test_consuming_inside_a_transaction_is_refused_as_receiving_is(outbox:
             await outbox.inbox.consume(**message())
 
 
-@pytest.mark.real_time("shows that no run begins beside another")
-async def test_concurrency_holds_for_messages(outbox: Outbox) -> None:
+@pytest.mark.real_time("shows that no run starts beside another")
+async def test_the_concurrency_limit_applies_to_messages(outbox: Outbox) -> None:
     gate = Gate()
     outbox.handler(MoneyDeposited, name="receipt", concurrency=1)(gate)
     tasks = [asyncio.create_task(outbox.inbox.consume(**message(external_id=f"m-{n}"))) for n in range(5)]
@@ -505,11 +509,9 @@ async def test_concurrency_holds_for_messages(outbox: Outbox) -> None:
     assert gate.most == 1
 
 
-@pytest.mark.real_time("shows that no further run begins")
+@pytest.mark.real_time("shows that no further run starts")
 @needs_many_writers
-async def test_transactional_handlers_of_messages_leave_connections_to_actions(
-    make_outbox: MakeOutbox, look: Look
-) -> None:
+async def test_consuming_leaves_connections_for_actions(make_outbox: MakeOutbox, look: Look) -> None:
     outbox, gate = await make_outbox(), Gate()
     outbox.handler(MoneyDeposited, name="books", delivery="transactional")(gate)
     tasks = [asyncio.create_task(outbox.inbox.consume(**message(external_id=f"m-{n}"))) for n in range(25)]

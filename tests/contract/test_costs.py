@@ -1,7 +1,7 @@
-"""The cost of an event in statements: a change that costs more fails here, whatever the clock says.
+"""The cost of an event in statements: a change that adds statements fails here, independent of timing.
 
-All messages are read off the wire (``tests/kit/wire.py``), so that the driver's own messages count as well. The rows
-that a statement reads are in ``test_plans.py`` and ``test_mysql_plans.py``.
+All messages are read from the wire (``tests/kit/wire.py``), so the driver's own messages count as well. The rows read
+by statements are tested in ``test_plans.py`` and ``test_mysql_plans.py``.
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ pytestmark = [
 
 BATCH = 1000
 OUTCOMES = 500
-ALONE = Settings(notify=False)  # wake-ups for other processes go out when nobody is looking
+ALONE = Settings(notify=False)  # wake-ups for other processes are sent at unobserved times
 
 
 @pytest.fixture
 def wire(database_url: str) -> Iterator[Wire]:
-    """Sees every message of the test; made before any connection is."""
+    """Records every message of the test; created before any connection."""
     with watched(keeps_texts=True) as wire:
         yield wire
 
 
 class Spent:
-    """The messages within a block."""
+    """The messages sent within a block."""
 
     statements = round_trips = 0
     texts: Sequence[str] = ()
@@ -99,7 +99,7 @@ async def test_a_batch_costs_a_fixed_number_of_statements_and_round_trips(
         "finding": lambda: store.database.notifications.find_due("app", NOW, [DueQuery("h", BATCH)]),
         "settling": lambda: store.database.notifications.settle(succeeded(found, lease), NOW),
     }
-    for warm in (True, False):  # connections are opened, and statements prepared, when they are first used
+    for warm in (True, False):  # connections are opened and statements prepared on first use
         found: Any = []
         await deposits(store.outbox, size)
         for stage, run in stages.items():
@@ -112,11 +112,11 @@ async def test_a_batch_costs_a_fixed_number_of_statements_and_round_trips(
         assert len(found) == size
 
 
-# Right behind a commit of the same process nobody looks first whether there are any events.
+# Right after a commit in the same process, fan-out does not look for events first.
 PER_EXPECTED = {"postgres": (1, 1), "mysql": (6, 2), "mariadb": (6, 2), "sqlite": (6, 0)}
 
 
-async def test_events_that_are_expected_cost_a_look_less(wire: Wire, make_outbox: MakeOutbox, look: Look) -> None:
+async def test_expected_events_save_a_lookup(wire: Wire, make_outbox: MakeOutbox, look: Look) -> None:
     store = Store(await make_outbox(settings=ALONE), look)
     await store.subscribe("h")
     for _ in range(2):
@@ -130,13 +130,11 @@ async def test_events_that_are_expected_cost_a_look_less(wire: Wire, make_outbox
     assert (spent.statements, spent.round_trips) == PER_EXPECTED[look.dialect], spent.texts
 
 
-# Nor when every look finds some.
+# Nor while every round finds some.
 UNDER_LOAD = {**PER_EXPECTED, "sqlite": PER_BATCH["fan-out"]["sqlite"]}
 
 
-async def test_under_load_nobody_looks_for_what_is_claimed_anyway(
-    wire: Wire, make_outbox: MakeOutbox, look: Look
-) -> None:
+async def test_under_load_fan_out_claims_without_a_lookup(wire: Wire, make_outbox: MakeOutbox, look: Look) -> None:
     store = Store(await make_outbox(settings=ALONE), look)
     await store.subscribe("h")
     for number in range(5):
@@ -148,7 +146,7 @@ async def test_under_load_nobody_looks_for_what_is_claimed_anyway(
             assert (spent.statements, spent.round_trips) == UNDER_LOAD[look.dialect], spent.texts
 
 
-async def test_a_batch_of_many_types_costs_no_more_than_one_of_a_single_type(
+async def test_a_batch_of_many_types_costs_no_more_than_one_type(
     wire: Wire, make_outbox: MakeOutbox, look: Look
 ) -> None:
     outbox = await make_outbox(settings=ALONE)
@@ -181,11 +179,11 @@ def succeeded(rows: Sequence[Any], lease: Lease) -> Bucket:
     return Bucket(State.SUCCEEDED, 1, sorted(outcomes, key=lambda outcome: outcome.notification_id.int))
 
 
-async def test_a_drain_takes_few_batches(wire: Wire, make_outbox: MakeOutbox) -> None:
-    """Outcomes wait for further outcomes here, not for a clock; the number of looks depends a little on time.
+async def test_a_drain_needs_few_batches(wire: Wire, make_outbox: MakeOutbox) -> None:
+    """Outcomes wait here for more outcomes, not for a delay; the number of reads depends slightly on timing.
 
-    On PostgreSQL the same statement looks for events and creates notifications, and behind the last such statement
-    fan-out looks a few more times: ever more rarely, and not for long.
+    On PostgreSQL the same statement reads events and creates notifications, and after the last one fan-out reads a few
+    more times, less and less often, and only for a short time.
     """
     events = 5 * BATCH
     outbox = await make_outbox(settings=Settings(outcome_delay="20s", notify=False))
@@ -213,7 +211,7 @@ KINDS = {
 
 
 def kind_of(text: str) -> str:
-    """The purpose of a statement, in a word."""
+    """The purpose of a statement as a keyword."""
     flat = " ".join(text.split())
     return next((kind for kind, pattern in KINDS.items() if re.search(pattern, flat)), flat[:60])
 
@@ -236,8 +234,8 @@ CREATE TRIGGER eventlog.{name} AFTER {act} ON {on} FOR EACH ROW INSERT INTO {db}
 }
 
 
-async def test_an_event_is_written_twice_and_a_notification_twice(outbox: Outbox, look: Look) -> None:
-    """Each as a row, and once more at delivery or settlement; no row is claimed, and no row is marked."""
+async def test_each_event_and_notification_is_written_twice(outbox: Outbox, look: Look) -> None:
+    """Once as a row, and again at delivery or settlement; no row is claimed or marked."""
     for name in ("first", "second"):
         outbox.handler(MoneyDeposited, name=name)(Journal())
     await tally(look)
@@ -255,7 +253,7 @@ async def test_an_event_is_written_twice_and_a_notification_twice(outbox: Outbox
 
 
 async def tally(look: Look) -> None:
-    """Have the database count the rows that are written from now on."""
+    """Count in the database the rows written from now on."""
     await look.fetch(TALLY)
     if look.dialect in NOTE:
         await look.fetch(NOTE[look.dialect])
@@ -305,14 +303,14 @@ async def require_wal_records(outbox: Outbox, postgres_url: str) -> None:
 
 @contextmanager
 def fan_outs() -> Iterator[list[bool]]:
-    """The statements of fan-out that are sent within: True for a statement that passes over existing rows."""
+    """The fan-out statements sent within the block: True for one that skips existing rows."""
     found = list[bool]()
     with watched(keeps_texts=True) as wire:
         yield found
     found += [UNLESS_MADE in text for text in wire.texts if "AS limits(key" in text]
 
 
-async def test_events_that_are_fanned_out_once_more_cost_one_failed_statement_a_minute_and_make_no_row(
+async def test_repeated_fan_out_costs_one_failed_statement_a_minute(
     postgres_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings, look = Settings(fanout_batch_size=2, handling_enabled=False), Look(postgres_url)
@@ -330,7 +328,7 @@ async def test_events_that_are_fanned_out_once_more_cost_one_failed_statement_a_
         with fan_outs() as again:
             await set_back(4)
             await set_back(4)
-        monkeypatch.setattr(events, "CONFLICTS_LAST", 0.0)
+        monkeypatch.setattr(events, "CONFLICTS_SECONDS", 0.0)
         database_of(outbox).events._conflicts_until = database_of(outbox).events._not_plain_until = 0.0
         with fan_outs() as later:
             await set_back(4)
@@ -343,7 +341,7 @@ async def test_events_that_are_fanned_out_once_more_cost_one_failed_statement_a_
     assert later[:4] == [False, True] * 2
 
 
-async def test_whoever_gets_an_event_by_its_type_and_by_its_topic_gets_one_row_at_once(postgres_url: str) -> None:
+async def test_matching_by_type_and_by_topic_makes_one_row(postgres_url: str) -> None:
     async with Outbox(postgres_url, namespace="app") as outbox:
         await outbox.migrate()
         store = Store(outbox, Look(postgres_url))
@@ -367,7 +365,7 @@ NOT_PLAIN: Mapping[str, Callable[[Store], Awaitable[object]]] = {
 
 
 @pytest.mark.parametrize("kind", NOT_PLAIN)
-async def test_a_subscription_that_is_not_plain_costs_one_statement_a_minute(postgres_url: str, kind: str) -> None:
+async def test_a_non_plain_subscription_costs_one_statement_a_minute(postgres_url: str, kind: str) -> None:
     with watched(keeps_texts=True) as wire:
         async with Outbox(postgres_url, namespace="app") as outbox:
             await outbox.migrate()
@@ -375,7 +373,7 @@ async def test_a_subscription_that_is_not_plain_costs_one_statement_a_minute(pos
             await store.subscribe("plain")
 
             async def are_plain() -> list[bool]:
-                """For each statement of a round that takes an event."""
+                """Whether each statement of a round that claims an event is the plain one."""
                 await store.deposit("key")
                 with counted(wire) as spent:
                     assert (await store.fan_out()).events == {"MoneyDeposited": 1}
@@ -387,7 +385,7 @@ async def test_a_subscription_that_is_not_plain_costs_one_statement_a_minute(pos
             assert await are_plain() == [False]
 
 
-async def test_fan_out_waits_for_no_disk_and_whoever_comes_next_on_its_connection_does(postgres_url: str) -> None:
+async def test_fan_out_waits_for_no_fsync_but_later_transactions_do(postgres_url: str) -> None:
     async with Outbox(postgres_url, namespace="app") as outbox:
         await outbox.migrate()
         store = Store(outbox, Look(postgres_url))
@@ -420,7 +418,7 @@ async def wal_records(connection: Any, sql: str, *args: Any) -> int:
     plan = json.loads(text)[0]["Plan"]
     parts = list(nodes(plan))
     read = {f"CTE {part['CTE Name']}" for part in parts if "CTE Name" in part}
-    # A part that nobody reads is run when the rest is done, and is not in the sum of the whole.
+    # A part without a reader runs after the others, and its records are not in the total.
     unread = [
         part for part in parts if part.get("Subplan Name", "").startswith("CTE") and part["Subplan Name"] not in read
     ]
@@ -442,7 +440,7 @@ PER_ACTION = {"postgres": (8, 4), "mysql": (4, 2), "mariadb": (4, 2), "sqlite": 
 
 
 @pytest.mark.parametrize("events", [1, 10, 100])
-async def test_the_events_of_an_action_cost_one_round_trip_in_all_or_none(
+async def test_the_events_of_an_action_cost_at_most_one_round_trip(
     wire: Wire, make_outbox: MakeOutbox, look: Look, events: int
 ) -> None:
     outbox = await make_outbox(settings=ALONE)
@@ -465,7 +463,7 @@ async def test_the_events_of_an_action_cost_one_round_trip_in_all_or_none(
 PER_EMISSION = {"postgres": (7, 3), "mysql": (3, 1), "mariadb": (3, 1), "sqlite": (3, 0)}
 
 
-async def test_an_action_that_only_emits_costs_what_its_events_do(
+async def test_an_action_that_only_emits_costs_what_its_events_cost(
     wire: Wire, make_outbox: MakeOutbox, look: Look
 ) -> None:
     outbox = await make_outbox(settings=ALONE)
@@ -476,12 +474,12 @@ async def test_an_action_that_only_emits_costs_what_its_events_do(
     assert (spent.statements, spent.round_trips) == PER_EMISSION[look.dialect], spent.texts
 
 
-# BEGIN, the rows of the inbox, the rows that are there now, the events, COMMIT; and what proves or resets the session.
+# BEGIN, the rows of the inbox, the rows now stored, the events, COMMIT; and the check or reset of the session.
 PER_RECEIVE_MANY = {"postgres": (9, 5), "mysql": (9, 5), "mariadb": (9, 5), "sqlite": (5, 0)}
 
 
 @pytest.mark.parametrize("messages", [1, 10, 500])
-async def test_many_inbox_messages_cost_a_fixed_number_of_statements_and_round_trips(
+async def test_many_inbox_messages_cost_a_fixed_number_of_statements(
     wire: Wire, make_outbox: MakeOutbox, look: Look, messages: int
 ) -> None:
     outbox = await make_outbox(settings=ALONE)
@@ -497,15 +495,13 @@ async def test_many_inbox_messages_cost_a_fixed_number_of_statements_and_round_t
     assert (spent.statements, spent.round_trips) == PER_RECEIVE_MANY[look.dialect], spent.texts
 
 
-# --- idleness --------------------------------------------------------------------------------------
+# --- an idle process -------------------------------------------------------------------------------
 
-STARTING = 4.5  # seconds until what it does at the start is done, and it looks once a second
+STARTING = 4.5  # seconds until the work at startup is done, and reads happen once a second
 IDLE = 2.0  # seconds
 
 
-async def test_each_write_of_a_job_is_one_statement_so_that_a_frozen_process_keeps_no_row_locked(
-    wire: Wire, make_outbox: MakeOutbox
-) -> None:
+async def test_each_write_of_a_job_is_one_statement(wire: Wire, make_outbox: MakeOutbox) -> None:
     outbox = await make_outbox()
     table = database_of(outbox).jobs
     await table.insert("app", [JobRow("first", "every 1s", "WAITING", NOW, NOW)])  # opens the connection
@@ -517,28 +513,28 @@ async def test_each_write_of_a_job_is_one_statement_so_that_a_frozen_process_kee
 
 
 @pytest.mark.real_time("counts the statements of an idle second")
-async def test_an_idle_second_costs_a_look_at_each_table(wire: Wire, make_outbox: MakeOutbox, look: Look) -> None:
-    """Fan-out and finding look once a second, as does the loop that reads pauses; the locks are proved every 5 s.
+async def test_an_idle_second_costs_one_read_of_each_table(wire: Wire, make_outbox: MakeOutbox, look: Look) -> None:
+    """Fan-out and finding read once a second, as does the loop that reads pauses; the locks are proven every 5 s.
 
-    The figures of a minute are written, and old figures removed, when the minute ends: no second of this test is that.
+    The figures of a minute are written, and old figures removed, at the end of a minute, which this test avoids.
     """
     outbox = await make_outbox()
     outbox.handler(MoneyDeposited, name="h")(Journal())
-    await until_the_minute_leaves(STARTING + IDLE)
+    await avoid_the_end_of_a_minute(STARTING + IDLE)
     async with outbox.running():
         await asyncio.sleep(STARTING)
         with counted(wire) as spent:
-            begun, before = time.monotonic(), wire.statements
+            started, before = time.monotonic(), wire.statements
             await asyncio.sleep(IDLE)
             await eventually(lambda: wire.statements >= before + 3)
-            seconds = time.monotonic() - begun
+            seconds = time.monotonic() - started
 
     kinds = Counter(kind_of(text) for text in spent.texts)
     assert set(kinds) <= {"notify", "fan-out", "find", "pauses", "locks"}, kinds
     assert spent.statements <= MOST_IN_IDLENESS[look.dialect] * seconds / IDLE, (kinds, seconds)
 
 
-async def until_the_minute_leaves(seconds: float) -> None:
+async def avoid_the_end_of_a_minute(seconds: float) -> None:
     """Wait for the next minute if this one ends within ``seconds``."""
     behind = 2.0  # seconds by which the writes at the end of a minute may be late
     into = time.time() % 60

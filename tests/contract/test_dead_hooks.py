@@ -1,4 +1,4 @@
-"""Hooks for notifications that end DEAD: a hook commits with the end, and its failure does not change the end."""
+"""Hooks for notifications that end DEAD: a hook commits with the outcome, and its failure does not change it."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ async def follow_ups(look: Look) -> list[dict[str, Any]]:
 
 
 @needs_many_writers
-async def test_a_hook_is_told_why_and_what_it_writes_commits_with_the_end(outbox: Outbox, look: Look) -> None:
-    told: list[tuple[int, str, str, int | None]] = []
+async def test_a_hook_gets_the_reason_and_commits_with_the_outcome(outbox: Outbox, look: Look) -> None:
+    reported: list[tuple[int, str, str, int | None]] = []
 
     async def hook(envelope: Envelope, error: HandlerFailed) -> None:
-        told.append((int(envelope.event.amount), error.type, error.message, error.attempt))
+        reported.append((int(envelope.event.amount), error.type, error.message, error.attempt))
         assert "Traceback" in error.traceback
         await add_wallet(envelope.tx, str(uuid4()), int(envelope.event.amount))
         envelope.emit(GaveUp(int(envelope.event.amount), error.message))
@@ -63,7 +63,7 @@ async def test_a_hook_is_told_why_and_what_it_writes_commits_with_the_end(outbox
     drained = await outbox.drain()
 
     assert drained.dead == 1
-    assert told == [(7, "Unprocessable", "never", 1)]
+    assert reported == [(7, "Unprocessable", "never", 1)]
     assert (await look.states(), await balances(look)) == ({"DEAD": 1}, [7])
     (follow_up,) = await follow_ups(look)
     assert follow_up["action_name"] == "fails"
@@ -71,12 +71,12 @@ async def test_a_hook_is_told_why_and_what_it_writes_commits_with_the_end(outbox
     assert (record.attempts, len(record.errors)) == (1, 1)
 
 
-async def test_it_is_not_told_of_what_is_tried_again_or_succeeds(outbox: Outbox, clock: MovableClock) -> None:
-    told: list[int] = []
+async def test_a_hook_is_not_called_for_retries_or_successes(outbox: Outbox, clock: MovableClock) -> None:
+    reported: list[int] = []
     tries = 0
 
     async def hook(envelope: Envelope, error: HandlerFailed) -> None:
-        told.append(1)
+        reported.append(1)
 
     @outbox.handler(MoneyDeposited, name="recovers", on_dead=hook, retry=RetryPolicy(max_attempts=3, base="1s"))
     async def handle(envelope: Envelope) -> None:
@@ -89,25 +89,25 @@ async def test_it_is_not_told_of_what_is_tried_again_or_succeeds(outbox: Outbox,
     for _ in range(3):
         await outbox.drain()
         clock.advance(timedelta(seconds=10))
-    assert (tries, told) == (3, [])
+    assert (tries, reported) == (3, [])
 
 
-async def test_it_is_told_of_what_expires_after_a_failure(outbox: Outbox, look: Look) -> None:
-    told: list[str] = []
+async def test_a_hook_is_called_for_what_expires_after_a_failure(outbox: Outbox, look: Look) -> None:
+    reported: list[str] = []
 
     async def hook(envelope: Envelope, error: HandlerFailed) -> None:
-        told.append(error.message)
+        reported.append(error.message)
 
     outbox.handler(MoneyDeposited, name="fails", on_dead=hook, retry=RetryPolicy(base="1h", cap="1h", retention="30m"))(
         Journal(lambda envelope: ValueError("too late for another"))
     )
     await outbox.executor.execute(Emit((1,)))
     drained = await outbox.drain()
-    assert (told, drained.expired) == (["too late for another"], 1)
+    assert (reported, drained.expired) == (["too late for another"], 1)
     assert await look.states() == {"EXPIRED": 1}
 
 
-async def test_a_hook_that_fails_is_tried_again_alone(outbox: Outbox, look: Look, clock: MovableClock) -> None:
+async def test_a_failed_hook_alone_is_retried(outbox: Outbox, look: Look, clock: MovableClock) -> None:
     journal, hooked = Journal(lambda envelope: Unprocessable("never")), 0
 
     async def hook(envelope: Envelope, error: HandlerFailed) -> None:
@@ -135,10 +135,10 @@ async def test_a_hook_that_fails_is_tried_again_alone(outbox: Outbox, look: Look
     assert record.attempts == 1
 
 
-async def test_every_dying_notification_has_its_follow_up_once(
+async def test_every_dead_notification_has_one_follow_up(
     make_outbox: MakeOutbox, look: Look, clock: MovableClock
 ) -> None:
-    """A hundred notifications die; three of ten hooks fail at first, and a single hook fails for ever, visibly."""
+    """A hundred notifications die; three of ten hooks fail at first, and one hook fails permanently and visibly."""
     outbox = await make_outbox(clock=clock)
     journal = Journal(lambda envelope: ValueError("no"))
     calls: dict[int, int] = {}
@@ -163,38 +163,38 @@ async def test_every_dying_notification_has_its_follow_up_once(
     assert stubborn.errors[-1]["message"] == "the hook"
 
 
-async def test_the_outboxs_hook_hears_of_all_handlers_after_their_own(make_outbox: MakeOutbox) -> None:
-    told: list[str] = []
+async def test_the_outboxs_hook_is_called_after_the_handlers_own_hook(make_outbox: MakeOutbox) -> None:
+    reported: list[str] = []
 
     async def of_the_outbox(envelope: EventEnvelope[Any], error: HandlerFailed) -> None:
-        told.append("outbox")
+        reported.append("outbox")
 
     async def of_the_handler(envelope: EventEnvelope[Any], error: HandlerFailed) -> None:
-        told.append("handler")
+        reported.append("handler")
 
     outbox = await make_outbox(on_dead=of_the_outbox)
     outbox.handler(MoneyDeposited, name="with", on_dead=of_the_handler)(refuse)
     outbox.handler(MoneyDeposited, name="without")(refuse)
     await outbox.executor.execute(Emit((1,)))
     assert (await outbox.drain()).dead == 2
-    assert sorted(told) == ["handler", "outbox", "outbox"]
-    assert told.index("handler") < len(told) - 1
+    assert sorted(reported) == ["handler", "outbox", "outbox"]
+    assert reported.index("handler") < len(reported) - 1
 
 
-async def test_an_event_that_cannot_be_decoded_is_none_for_the_hook(outbox: Outbox, look: Look) -> None:
-    told: list[tuple[Any, str, int]] = []
+async def test_the_hook_gets_no_event_if_it_cannot_be_decoded(outbox: Outbox, look: Look) -> None:
+    reported: list[tuple[Any, str, int]] = []
 
     async def hook(envelope: EventEnvelope[Any], error: HandlerFailed) -> None:
-        told.append((envelope.event, error.type, envelope.attempt))
+        reported.append((envelope.event, error.type, envelope.attempt))
 
     outbox.handler(MoneyDeposited, name="fails", on_dead=hook, retry=ONCE)(refuse)
     await outbox.executor.execute(Emit((1,)))
     await look.fetch("UPDATE {events} SET payload = '{}' WHERE model_id = '1'")
     await outbox.drain()
-    assert [(event, kind) for event, kind, _ in told] == [(None, "msgspec.ValidationError")]
+    assert [(event, kind) for event, kind, _ in reported] == [(None, "msgspec.ValidationError")]
 
 
-async def test_a_hook_that_takes_too_long_is_tried_again(outbox: Outbox, look: Look) -> None:
+async def test_a_hook_past_its_timeout_is_retried(outbox: Outbox, look: Look) -> None:
     async def hook(envelope: EventEnvelope[Any], error: HandlerFailed) -> None:
         await hang()
 
@@ -204,7 +204,7 @@ async def test_a_hook_that_takes_too_long_is_tried_again(outbox: Outbox, look: L
     assert await look.states() == {"DYING": 1}
 
 
-async def test_a_verdict_whose_hook_is_gone_is_carried_out(make_outbox: MakeOutbox, look: Look) -> None:
+async def test_an_outcome_whose_hook_is_gone_is_written(make_outbox: MakeOutbox, look: Look) -> None:
     async def hook(envelope: EventEnvelope[Any], error: HandlerFailed) -> None:
         raise ValueError("no")
 
@@ -221,70 +221,70 @@ async def test_a_verdict_whose_hook_is_gone_is_carried_out(make_outbox: MakeOutb
     assert (len(journal), await look.states()) == (0, {"DEAD": 1})
 
 
-async def test_a_run_at_most_once_has_a_hook_as_well(outbox: Outbox, look: Look) -> None:
-    told: list[str] = []
+async def test_an_at_most_once_handler_has_a_hook_as_well(outbox: Outbox, look: Look) -> None:
+    reported: list[str] = []
 
     async def hook(envelope: EventEnvelope[Any], error: HandlerFailed) -> None:
-        told.append(error.message)
+        reported.append(error.message)
 
     outbox.handler(MoneyDeposited, name="fails", delivery="at_most_once", on_dead=hook)(
         Journal(lambda envelope: ValueError("once"))
     )
     await outbox.executor.execute(Emit((1,)))
     await outbox.drain()
-    assert (told, await look.states()) == (["once"], {"DEAD": 1})
+    assert (reported, await look.states()) == (["once"], {"DEAD": 1})
 
 
-async def test_a_hook_is_a_method_of_a_handlers_class(outbox: Outbox, look: Look) -> None:
+async def test_a_handler_class_defines_its_hook_as_a_method(outbox: Outbox, look: Look) -> None:
     class Fails(EventHandler[MoneyDeposited]):
         name = "fails"
 
         def __init__(self) -> None:
-            self.told: list[str] = []
+            self.reported: list[str] = []
 
         async def handle(self, envelope: Envelope) -> None:
             raise Unprocessable("in a class")
 
         async def on_dead(self, envelope: Envelope, error: HandlerFailed) -> None:  # type: ignore[override]
-            self.told.append(error.message)
+            self.reported.append(error.message)
 
     handler = Fails()
     outbox.add_handler(handler)
     await outbox.executor.execute(Emit((1,)))
     await outbox.drain()
-    assert (handler.told, await look.states()) == (["in a class"], {"DEAD": 1})
+    assert (handler.reported, await look.states()) == (["in a class"], {"DEAD": 1})
 
 
-def test_a_hook_that_is_no_async_function_is_refused() -> None:
+def test_a_hook_that_is_not_async_is_refused() -> None:
     with pytest.raises(RegistrationError, match=r"on_dead of the outbox is .*expected an async function"):
         Outbox("sqlite://", namespace="app", on_dead=print)  # type: ignore[arg-type]
     with pytest.raises(RegistrationError, match=r"on_dead of handler 'first' is .*expected an async function"):
         Outbox("sqlite://", namespace="app").handler(MoneyDeposited, name="first", on_dead=print)(refuse)  # type: ignore[arg-type]
 
 
-async def test_shutdown_leaves_an_owed_hook_owed(make_outbox: MakeOutbox, look: Look) -> None:
+async def test_shutdown_keeps_a_pending_hook_pending(make_outbox: MakeOutbox, look: Look) -> None:
     await look.fetch(WALLETS)
     outbox = await make_outbox(settings=Settings(shutdown_timeout="50ms"))
-    begun = asyncio.Event()
+    started = asyncio.Event()
 
     async def hook(envelope: Envelope, error: HandlerFailed) -> None:
         await add_wallet(envelope.tx, "w1")
-        begun.set()
+        started.set()
         await hang()
 
     outbox.handler(MoneyDeposited, name="fails", on_dead=hook)(refuse)
     async with outbox.running():
         await outbox.executor.execute(Emit((1,)))
-        await begun.wait()
+        await started.wait()
     assert (await look.states(), await balances(look)) == ({"DYING": 1}, [])
 
 
-async def test_a_hook_that_fails_for_long_is_still_told_why(outbox: Outbox, clock: MovableClock) -> None:
-    """A row keeps ten errors; the errors of the hook do not push out the error that the hook is about."""
-    told: list[tuple[str, str, int | None]] = []
+async def test_a_hook_that_fails_for_long_still_gets_the_reason(outbox: Outbox, clock: MovableClock) -> None:
+    """A row keeps ten errors; the errors of the hook do not push out the error it reports."""
+    reported: list[tuple[str, str, int | None]] = []
 
     async def hook(envelope: EventEnvelope[Any], error: HandlerFailed) -> None:
-        told.append((error.type, error.message, error.attempt))
+        reported.append((error.type, error.message, error.attempt))
         raise ConnectionError("the mail server is down")
 
     outbox.handler(MoneyDeposited, name="fails", on_dead=hook)(refuse)
@@ -292,5 +292,5 @@ async def test_a_hook_that_fails_for_long_is_still_told_why(outbox: Outbox, cloc
     for _ in range(14):
         await outbox.drain()
         clock.advance(timedelta(minutes=10))
-    assert len(told) == 14
-    assert set(told) == {("Unprocessable", "never", 1)}
+    assert len(reported) == 14
+    assert set(reported) == {("Unprocessable", "never", 1)}

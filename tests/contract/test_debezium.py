@@ -1,4 +1,4 @@
-"""Debezium reads the same table, and sends what a relay with format="debezium" sends."""
+"""Debezium reads the same table as a relay with ``format="debezium"``, and sends the same messages."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def fenced(language: str) -> str:
 
 
 def documented(url: str, offsets: Path) -> dict[str, str]:
-    """The settings on the page, with the address of the server and a file for the position."""
+    """The settings on the page, with the server's address and a file for the position."""
     lines = [line for line in fenced("properties").splitlines() if "=" in line and not line.startswith("#")]
     settings = {name.strip(): value.strip() for name, value in (line.split("=", 1) for line in lines)}
     address = re.fullmatch(r"postgresql://(\w+)@([\d.]+):(\d+)/(\w+)", url)
@@ -112,4 +112,4 @@ async def test_debezium_reads_own_events_only_while_handlers_drain(
         assert {name: record["headers"][name] for name in wire.headers} == wire.headers
         assert json.loads(record["value"]) == json.loads(wire.body)
     assert not sent
-    assert "Unexpected update" not in engine.log  # a flip of `delivered` was not even decoded
+    assert "Unexpected update" not in engine.log  # an update of `delivered` was not even decoded

@@ -1,4 +1,4 @@
-"""The promises of delivery modes: a handler's writes commit with its delivery, or it never runs a second time."""
+"""Guarantees of the delivery modes: a handler's writes commit with its delivery, or it never runs a second time."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Open(Action):
 
 
 async def count_up(envelope: Envelope) -> None:
-    """An effect in the database: as many as there are rows."""
+    """An effect in the database, counted as rows."""
     await add_wallet(envelope.tx, str(uuid4()), int(envelope.event.amount))
 
 
@@ -58,7 +58,7 @@ async def types(look: Look) -> list[str]:
 # --- transactional ---------------------------------------------------------------------------------
 
 
-async def test_what_a_handler_writes_and_emits_commits_with_its_delivery(outbox: Outbox, look: Look) -> None:
+async def test_writes_and_events_of_a_handler_commit_with_its_delivery(outbox: Outbox, look: Look) -> None:
     outside: list[tuple[list[int], dict[str, int]]] = []
 
     @outbox.handler(MoneyDeposited, name="counts", delivery="transactional")
@@ -84,7 +84,7 @@ async def test_what_a_handler_writes_and_emits_commits_with_its_delivery(outbox:
     assert look.is_file or outside[0] == ([], {"PENDING": 2}), "it committed before the handler had ended"
 
 
-async def test_a_failed_run_leaves_nothing_but_its_error(outbox: Outbox, look: Look, clock: MovableClock) -> None:
+async def test_a_failed_run_leaves_only_its_error(outbox: Outbox, look: Look, clock: MovableClock) -> None:
     runs = 0
 
     @outbox.handler(MoneyDeposited, name="counts", delivery="transactional", retry=RetryPolicy(base="1s", jitter=0))
@@ -110,7 +110,7 @@ async def test_a_failed_run_leaves_nothing_but_its_error(outbox: Outbox, look: L
 
 
 @pytest.mark.parametrize("error", [Unprocessable("never"), RetryAfter(1), KeyboardInterrupt()], ids=repr)
-async def test_whatever_it_raises_is_rolled_back(outbox: Outbox, look: Look, error: BaseException) -> None:
+async def test_any_exception_is_rolled_back(outbox: Outbox, look: Look, error: BaseException) -> None:
     @outbox.handler(MoneyDeposited, name="counts", delivery="transactional")
     async def handle(envelope: Envelope) -> None:
         await count_up(envelope)
@@ -122,7 +122,7 @@ async def test_whatever_it_raises_is_rolled_back(outbox: Outbox, look: Look, err
     assert await look.states() == ({"DEAD": 1} if isinstance(error, Unprocessable) else {"FAILED": 1})
 
 
-async def test_a_run_that_takes_too_long_is_rolled_back(outbox: Outbox, look: Look, database_url: str) -> None:
+async def test_a_run_past_its_timeout_is_rolled_back(outbox: Outbox, look: Look, database_url: str) -> None:
     @outbox.handler(MoneyDeposited, name="slow", delivery="transactional", timeout="50ms")
     async def handle(envelope: Envelope) -> None:
         await count_up(envelope)
@@ -134,7 +134,7 @@ async def test_a_run_that_takes_too_long_is_rolled_back(outbox: Outbox, look: Lo
     assert await open_transactions(database_url) == []
 
 
-async def test_an_action_that_joins_commits_or_fails_with_the_handler(outbox: Outbox, look: Look) -> None:
+async def test_a_joining_action_commits_or_fails_with_its_handler(outbox: Outbox, look: Look) -> None:
     fails = True
 
     @outbox.handler(MoneyDeposited, name="opens", delivery="transactional", retry=lambda attempts, error: timedelta(0))
@@ -157,9 +157,7 @@ async def test_an_action_that_joins_commits_or_fails_with_the_handler(outbox: Ou
     assert str(opened["causation_id"]) == str(deposited["id"])
 
 
-async def test_what_an_action_did_that_has_joined_is_undone_to_a_savepoint_before_it(
-    outbox: Outbox, look: Look
-) -> None:
+async def test_a_failed_joining_action_is_rolled_back_to_its_savepoint(outbox: Outbox, look: Look) -> None:
     @outbox.handler(MoneyDeposited, name="opens", delivery="transactional")
     async def handle(envelope: Envelope) -> None:
         await envelope.execute(Open("kept"))
@@ -173,7 +171,7 @@ async def test_what_an_action_did_that_has_joined_is_undone_to_a_savepoint_befor
     assert [row["model_id"] for row in await look.events() if row["event_type"] == "WalletOpened"] == ["kept"]
 
 
-async def test_several_actions_join_and_the_handler_emits_beside_them(outbox: Outbox, look: Look) -> None:
+async def test_several_actions_join_and_the_handler_emits_too(outbox: Outbox, look: Look) -> None:
     @outbox.handler(MoneyDeposited, name="opens", delivery="transactional")
     async def handle(envelope: Envelope) -> None:
         for wallet_id in ("w1", "w2"):
@@ -187,7 +185,7 @@ async def test_several_actions_join_and_the_handler_emits_beside_them(outbox: Ou
     assert await types(look) == ["WalletOpened"] * 3
 
 
-async def test_an_action_of_its_own_inside_the_transaction_is_refused_with_the_way_to_join(outbox: Outbox) -> None:
+async def test_a_separate_action_inside_the_transaction_is_refused_with_advice(outbox: Outbox) -> None:
     caught: list[str] = []
 
     @outbox.handler(MoneyDeposited, name="opens", delivery="transactional")
@@ -203,7 +201,7 @@ async def test_an_action_of_its_own_inside_the_transaction_is_refused_with_the_w
     assert "envelope.execute(Open)" in caught[0]
 
 
-async def test_a_handler_without_a_transaction_is_told_how_to_get_one(outbox: Outbox) -> None:
+async def test_a_handler_without_a_transaction_gets_advice(outbox: Outbox) -> None:
     @outbox.handler(MoneyDeposited, name="plain")
     async def handle(envelope: Envelope) -> None:
         with pytest.raises(NoHandlerTransaction, match='delivery="transactional"'):
@@ -227,7 +225,7 @@ async def test_the_transaction_cannot_be_used_after_the_handler(outbox: Outbox) 
 
 
 @pytest.mark.one_of_family(False)
-async def test_a_row_that_is_settled_elsewhere_meanwhile_is_not_handled_again(
+async def test_a_row_settled_elsewhere_is_not_handled_again(
     make_outbox: MakeOutbox, look: Look, clock: MovableClock
 ) -> None:
     await look.fetch(WALLETS)
@@ -242,12 +240,12 @@ async def test_a_row_that_is_settled_elsewhere_meanwhile_is_not_handled_again(
     await outbox.executor.execute(Emit((1,)))
     notifications = watch(outbox, "notifications")
 
-    async def settled_behind_the_back(method: Any, *args: Any) -> Any:
+    async def settled_elsewhere(method: Any, *args: Any) -> Any:
         due = await method(*args)
         await look.fetch("UPDATE {event_notifications} SET state = 'SUCCEEDED'")
         return due
 
-    notifications.trouble["find_due"] = settled_behind_the_back
+    notifications.trouble["find_due"] = settled_elsewhere
     drained = await outbox.drain()
 
     assert (drained.succeeded, len(journal)) == (0, 0)
@@ -256,7 +254,7 @@ async def test_a_row_that_is_settled_elsewhere_meanwhile_is_not_handled_again(
 
 @pytest.mark.one_of_family(False)
 @needs_many_writers
-async def test_a_row_that_another_process_works_on_is_passed_by(outbox: Outbox, look: Look) -> None:
+async def test_a_row_locked_by_another_process_is_skipped(outbox: Outbox, look: Look) -> None:
     journal = Journal()
 
     @outbox.handler(MoneyDeposited, name="counts", delivery="transactional")
@@ -266,7 +264,7 @@ async def test_a_row_that_another_process_works_on_is_passed_by(outbox: Outbox, 
 
     await outbox.executor.execute(Emit((1,)))
     async with outbox.transaction("AnotherProcess") as tx:
-        # Fan-out first, so that there is a row to hold.
+        # Fan out first, so that there is a row to lock.
         await asyncio.create_task(_fan_out(outbox))
         await tx.fetch("SELECT id FROM eventlog.event_notifications FOR UPDATE")
         async with outbox.running():
@@ -285,7 +283,7 @@ async def _fanned_out(outbox: Outbox) -> bool:
     return (await outbox.admin.counts())["PENDING"] == 1
 
 
-async def test_many_runs_of_which_some_fail_have_each_one_effect(
+async def test_each_of_many_partly_failing_runs_has_one_effect(
     make_outbox: MakeOutbox, look: Look, clock: MovableClock
 ) -> None:
     await look.fetch(WALLETS)
@@ -307,22 +305,20 @@ async def test_many_runs_of_which_some_fail_have_each_one_effect(
     assert sorted(await balances(look)) == list(range(60))
 
 
-async def test_shutdown_rolls_back_what_it_interrupts_and_uses_up_no_attempt(
-    make_outbox: MakeOutbox, look: Look
-) -> None:
+async def test_shutdown_rolls_back_runs_and_uses_up_no_attempt(make_outbox: MakeOutbox, look: Look) -> None:
     await look.fetch(WALLETS)
     outbox = await make_outbox(settings=Settings(shutdown_timeout="50ms"))
-    begun = asyncio.Event()
+    started = asyncio.Event()
 
     @outbox.handler(MoneyDeposited, name="slow", delivery="transactional")
     async def handle(envelope: Envelope) -> None:
         await count_up(envelope)
-        begun.set()
+        started.set()
         await hang()
 
     async with outbox.running():
         await outbox.executor.execute(Emit((1,)))
-        await begun.wait()
+        await started.wait()
     assert await balances(look) == []
     (row,) = await look.notifications()
     assert (row["state"], row["attempts"]) == ("PENDING", 0)
@@ -331,7 +327,7 @@ async def test_shutdown_rolls_back_what_it_interrupts_and_uses_up_no_attempt(
 # --- at most once ------------------------------------------------------------------------------------
 
 
-async def test_a_run_is_marked_before_it_begins_and_succeeds_once(outbox: Outbox, look: Look) -> None:
+async def test_a_run_is_marked_before_it_starts_and_succeeds_once(outbox: Outbox, look: Look) -> None:
     inside: list[tuple[str, int]] = []
 
     @outbox.handler(MoneyDeposited, name="calls", delivery="at_most_once")
@@ -360,7 +356,7 @@ async def test_a_run_that_fails_ends_dead_with_its_error(outbox: Outbox, look: L
     assert (record.state, record.attempts, record.errors[0]["message"]) == ("DEAD", 1, str(error))
 
 
-async def test_a_run_that_never_ended_is_not_begun_again(outbox: Outbox, look: Look) -> None:
+async def test_a_run_that_never_ended_is_not_started_again(outbox: Outbox, look: Look) -> None:
     journal = Journal()
     outbox.handler(MoneyDeposited, name="calls", delivery="at_most_once")(journal)
     await outbox.executor.execute(Emit((1,)))
@@ -371,7 +367,7 @@ async def test_a_run_that_never_ended_is_not_begun_again(outbox: Outbox, look: L
 
     assert (drained.dead, len(journal)) == (1, 0)
     (record,) = await outbox.admin.list()
-    assert "never ended" in str(record.errors[0]["message"])
+    assert "never finished" in str(record.errors[0]["message"])
 
 
 async def test_a_timeout_ends_dead(outbox: Outbox) -> None:
@@ -385,22 +381,22 @@ async def test_a_timeout_ends_dead(outbox: Outbox) -> None:
     assert "longer than its timeout" in str(record.errors[0]["message"])
 
 
-async def test_a_run_that_shutdown_interrupts_ends_dead(make_outbox: MakeOutbox, look: Look) -> None:
+async def test_a_run_interrupted_by_shutdown_ends_dead(make_outbox: MakeOutbox, look: Look) -> None:
     outbox = await make_outbox(settings=Settings(shutdown_timeout="50ms"))
-    begun = asyncio.Event()
+    started = asyncio.Event()
 
     @outbox.handler(MoneyDeposited, name="slow", delivery="at_most_once")
     async def handle(envelope: Envelope) -> None:
-        begun.set()
+        started.set()
         await hang()
 
     async with outbox.running():
         await outbox.executor.execute(Emit((1,)))
-        await begun.wait()
+        await started.wait()
     assert await look.states() == {"DEAD": 1}
 
 
-async def test_a_mark_that_cannot_be_written_keeps_the_handler_from_beginning(
+async def test_a_failed_write_of_the_mark_keeps_the_handler_from_starting(
     outbox: Outbox, look: Look, clock: MovableClock
 ) -> None:
     journal = Journal()
@@ -412,14 +408,14 @@ async def test_a_mark_that_cannot_be_written_keeps_the_handler_from_beginning(
     assert (drained.failed, len(journal)) == (1, 0)
     (record,) = await outbox.admin.list()
     assert (record.state, record.attempts) == ("FAILED", 0)
-    assert "could not be begun" in str(record.errors[0]["message"])
+    assert "could not be started" in str(record.errors[0]["message"])
 
     clock.advance(timedelta(seconds=2))
     assert (await outbox.drain()).succeeded == 1
     assert len(journal) == 1
 
 
-async def test_a_mixture_of_modes_settles_each_by_its_own(outbox: Outbox, look: Look) -> None:
+async def test_mixed_delivery_modes_settle_independently(outbox: Outbox, look: Look) -> None:
     def always(envelope: EventEnvelope[Any]) -> BaseException:
         return ValueError("no")
 
@@ -437,8 +433,8 @@ async def _deposit(tx: Transaction) -> None:
 
 
 @pytest.mark.real_time("runs last for a part of their time limit")
-async def test_waiting_for_the_transactions_of_others_is_not_the_handlers_time(outbox: Outbox, look: Look) -> None:
-    """There are fewer transactions than runs, and all runs together take longer than the time limit of a run."""
+async def test_waiting_for_transactions_does_not_count_toward_the_timeout(outbox: Outbox, look: Look) -> None:
+    """There are fewer transactions than runs, and all runs together take longer than the timeout of a run."""
     calls = 0
 
     @outbox.handler(MoneyDeposited, name="slow", delivery="transactional", timeout="1s")
@@ -453,7 +449,7 @@ async def test_waiting_for_the_transactions_of_others_is_not_the_handlers_time(o
     assert (drained.failed, drained.succeeded) == (0, calls)
 
 
-async def test_events_of_an_action_that_joined_wake_fanout(make_outbox: MakeOutbox, look: Look) -> None:
+async def test_events_of_a_joining_action_wake_fanout(make_outbox: MakeOutbox, look: Look) -> None:
     await look.fetch(WALLETS)
     outbox = await make_outbox(settings=Settings(fanout_poll_delay="60s", handling_poll_delay="60s"))
     opened = Journal()
@@ -469,17 +465,15 @@ async def test_events_of_an_action_that_joined_wake_fanout(make_outbox: MakeOutb
 
 
 @needs_many_writers
-async def test_a_handler_that_ignores_its_cancellation_keeps_no_other_outcome_from_being_written(
-    outbox: Outbox, look: Look
-) -> None:
-    let_go = asyncio.Event()
+async def test_a_stuck_handler_does_not_block_the_outcomes_of_others(outbox: Outbox, look: Look) -> None:
+    released = asyncio.Event()
 
-    # Time enough for a slow machine to begin the run: a run that is cancelled before it begins is not stuck.
+    # Long enough for a slow machine to start the run: a run that is cancelled before it starts is not stuck.
     @outbox.handler(MoneyDeposited, name="stuck", delivery="transactional", timeout="2s")
     async def handle(envelope: Envelope) -> None:
-        while not let_go.is_set():
+        while not released.is_set():
             try:
-                await let_go.wait()
+                await released.wait()
             except asyncio.CancelledError:
                 continue
 
@@ -491,7 +485,7 @@ async def test_a_handler_that_ignores_its_cancellation_keeps_no_other_outcome_fr
         await outbox.executor.execute(doing(_open))
         await quick.calls(1)
         await eventually(lambda: _states(look, {"SUCCEEDED": 1, "PENDING": 1}))
-        let_go.set()
+        released.set()
 
 
 async def _states(look: Look, expected: dict[str, int]) -> bool:

@@ -1,4 +1,4 @@
-"""From notifications to handlers and outcomes, on every database."""
+"""Dispatch: from notifications to handlers and outcomes, on every database."""
 
 from __future__ import annotations
 
@@ -74,9 +74,7 @@ async def test_every_handler_gets_every_event_once(outbox: Outbox, look: Look) -
     assert await look.value("SELECT count(*) FROM {events} WHERE delivered AND event_type IS NOT NULL") == 3
 
 
-async def test_events_of_every_shard_are_handled_there_and_so_are_the_chains_that_they_begin(
-    database_url: str, second_url: str
-) -> None:
+async def test_events_and_their_chains_stay_on_their_shard(database_url: str, second_url: str) -> None:
     journal, chained = Journal(), Journal()
     async with Outbox({"one": database_url, "two": second_url}, namespace="app") as outbox:
         await outbox.migrate()
@@ -99,9 +97,7 @@ async def test_events_of_every_shard_are_handled_there_and_so_are_the_chains_tha
         assert len(await outbox.admin.list(shard="two")) == 4
 
 
-async def test_a_handler_that_fails_twice_is_called_three_times_and_succeeds(
-    outbox: Outbox, clock: MovableClock
-) -> None:
+async def test_a_handler_that_fails_twice_succeeds_at_the_third_call(outbox: Outbox, clock: MovableClock) -> None:
     journal = Journal(lambda envelope: ValueError("not yet") if envelope.attempt <= 2 else None)
     outbox.handler(MoneyDeposited, name="first")(journal)
     await outbox.executor.execute(Emit((1,)))
@@ -120,7 +116,7 @@ async def test_a_handler_that_fails_twice_is_called_three_times_and_succeeds(
     assert [error["attempt"] for error in record.errors] == [1, 2]
 
 
-async def test_the_handlers_of_one_event_fail_apart(outbox: Outbox, clock: MovableClock) -> None:
+async def test_handlers_of_one_event_fail_independently(outbox: Outbox, clock: MovableClock) -> None:
     fails, succeeds = Journal(always_fails), Journal()
     outbox.handler(MoneyDeposited, name="fails")(fails)
     outbox.handler(MoneyDeposited, name="succeeds")(succeeds)
@@ -141,7 +137,7 @@ class Worse(BaseException):
 DEATHS = (SystemExit("bye"), KeyboardInterrupt(), asyncio.CancelledError(), GeneratorExit(), Worse(), TimeoutError())
 
 
-async def test_a_handler_that_dies_of_whatever_fails_that_notification_alone(outbox: Outbox) -> None:
+async def test_any_exception_fails_only_its_own_notification(outbox: Outbox) -> None:
     journal = Journal(lambda envelope: None if envelope.event.amount < 0 else DEATHS[int(envelope.event.amount)])
     outbox.handler(MoneyDeposited, name="first", concurrency=1)(journal)
     sibling = Journal()
@@ -157,7 +153,7 @@ async def test_a_handler_that_dies_of_whatever_fails_that_notification_alone(out
     assert {(r.handler_name, r.attempts) for r in failed} == {("first", 1)}
 
 
-async def test_cancelled_error_out_of_something_that_a_handler_awaited_is_a_failure(outbox: Outbox) -> None:
+async def test_a_cancelled_error_from_an_awaited_task_is_a_failure(outbox: Outbox) -> None:
     @outbox.handler(MoneyDeposited, name="first")
     async def first(envelope: EventEnvelope[Any]) -> None:
         cancelled = asyncio.get_running_loop().create_future()
@@ -169,7 +165,7 @@ async def test_cancelled_error_out_of_something_that_a_handler_awaited_is_a_fail
     assert (await outbox.drain()).failed == 1
 
 
-async def test_context_variables_that_a_handler_sets_do_not_reach_the_next(outbox: Outbox) -> None:
+async def test_context_variables_of_a_handler_do_not_reach_the_next(outbox: Outbox) -> None:
     variable: ContextVar[int] = ContextVar("variable", default=0)
     seen = []
 
@@ -187,9 +183,7 @@ async def test_context_variables_that_a_handler_sets_do_not_reach_the_next(outbo
 # --- expiry --------------------------------------------------------------------------------------
 
 
-async def test_what_is_older_than_the_retention_window_expires_without_being_handled(
-    outbox: Outbox, clock: MovableClock
-) -> None:
+async def test_rows_older_than_their_retention_expire_without_a_run(outbox: Outbox, clock: MovableClock) -> None:
     journal = Journal()
     outbox.handler(MoneyDeposited, name="first")(journal)
     async with outbox.running(handling=False):
@@ -206,9 +200,7 @@ async def test_what_is_older_than_the_retention_window_expires_without_being_han
     assert [(r.state, r.attempts) for r in await outbox.admin.list()][1:] == [("EXPIRED", 0)] * 3
 
 
-async def test_a_handler_that_always_fails_is_called_until_its_retention_ends_and_never_again(
-    outbox: Outbox, clock: MovableClock
-) -> None:
+async def test_a_failing_handler_is_called_until_its_retention_ends(outbox: Outbox, clock: MovableClock) -> None:
     journal = Journal(always_fails)
     outbox.handler(MoneyDeposited, name="first", retry=RetryPolicy(base="2d", cap="2d", jitter=0))(journal)
     await outbox.executor.execute(Emit((1, 2)))
@@ -236,7 +228,7 @@ async def test_expiry_is_decided_by_the_clock_after_the_run(outbox: Outbox, cloc
     assert (await outbox.drain()).expired == 1
 
 
-async def test_the_next_try_counts_from_the_end_of_the_run(outbox: Outbox, clock: MovableClock) -> None:
+async def test_the_backoff_counts_from_the_end_of_the_run(outbox: Outbox, clock: MovableClock) -> None:
     @outbox.handler(MoneyDeposited, name="slow", retry=RetryPolicy(base="1m", jitter=0))
     async def slow(envelope: EventEnvelope[Any]) -> None:
         clock.advance("1h")
@@ -251,9 +243,7 @@ async def test_the_next_try_counts_from_the_end_of_the_run(outbox: Outbox, clock
 # --- retries -------------------------------------------------------------------------------------
 
 
-async def test_waits_double_from_thirty_seconds_to_five_minutes_with_jitter(
-    outbox: Outbox, clock: MovableClock
-) -> None:
+async def test_the_default_backoff_doubles_from_30_s_to_5_minutes(outbox: Outbox, clock: MovableClock) -> None:
     outbox.handler(MoneyDeposited, name="first")(Journal(always_fails))
     await outbox.executor.execute(Emit(tuple(range(20))))
     waits: list[list[float]] = []
@@ -269,7 +259,7 @@ async def test_waits_double_from_thirty_seconds_to_five_minutes_with_jitter(
         assert len(set(found)) > 10
 
 
-async def test_max_attempts_used_up_is_dead(outbox: Outbox, clock: MovableClock) -> None:
+async def test_exhausting_max_attempts_is_dead(outbox: Outbox, clock: MovableClock) -> None:
     journal = Journal(always_fails)
     outbox.handler(MoneyDeposited, name="first", retry=RetryPolicy(max_attempts=3))(journal)
     await outbox.executor.execute(Emit((1,)))
@@ -282,7 +272,7 @@ async def test_max_attempts_used_up_is_dead(outbox: Outbox, clock: MovableClock)
     assert (record.state, record.attempts, len(record.errors), len(journal)) == ("DEAD", 3, 3, 3)
 
 
-async def test_a_handlers_own_retention_goes_before_the_setting(outbox: Outbox, clock: MovableClock) -> None:
+async def test_a_handlers_own_retention_overrides_the_setting(outbox: Outbox, clock: MovableClock) -> None:
     outbox.handler(MoneyDeposited, name="short", retry=RetryPolicy(retention="20s"))(Journal(always_fails))
     outbox.handler(MoneyDeposited, name="long", retry=RetryPolicy(retention="30d", cap="20d", base="20d"))(
         Journal(always_fails)
@@ -294,11 +284,11 @@ async def test_a_handlers_own_retention_goes_before_the_setting(outbox: Outbox, 
     assert await states(outbox) == {"short": "EXPIRED", "long": "FAILED"}
 
 
-async def test_a_callable_decides_the_wait_by_attempts_and_error(outbox: Outbox, clock: MovableClock) -> None:
-    asked = []
+async def test_a_callable_chooses_the_backoff_by_attempts_and_error(outbox: Outbox, clock: MovableClock) -> None:
+    queries = []
 
     def backoff(attempts: int, error: BaseException) -> timedelta:
-        asked.append((attempts, str(error)))
+        queries.append((attempts, str(error)))
         return timedelta(hours=attempts)
 
     outbox.handler(MoneyDeposited, name="first", retry=backoff)(Journal(always_fails))
@@ -307,7 +297,7 @@ async def test_a_callable_decides_the_wait_by_attempts_and_error(outbox: Outbox,
     clock.advance("1h")
     await outbox.drain()
 
-    assert asked == [(1, "attempt 1"), (2, "attempt 2")]
+    assert queries == [(1, "attempt 1"), (2, "attempt 2")]
     assert (await only_record(outbox)).next_retry_at == clock.now() + timedelta(hours=2)
 
 
@@ -323,7 +313,7 @@ def exits(attempts: int, error: BaseException) -> timedelta:
     raise SystemExit
 
 
-async def test_a_broken_backoff_callable_leaves_the_default_wait(outbox: Outbox, clock: MovableClock) -> None:
+async def test_a_broken_backoff_callable_falls_back_to_the_default(outbox: Outbox, clock: MovableClock) -> None:
     for backoff in (answers_nonsense, fails_itself, exits):
         outbox.handler(MoneyDeposited, name=backoff.__name__, retry=backoff)(Journal(always_fails))
     await outbox.executor.execute(Emit((1,)))
@@ -335,14 +325,14 @@ async def test_a_broken_backoff_callable_leaves_the_default_wait(outbox: Outbox,
         assert record.errors[0]["type"] == "ValueError"
 
 
-async def test_a_wait_beyond_the_calendar_expires(outbox: Outbox) -> None:
+async def test_a_backoff_beyond_the_calendar_expires(outbox: Outbox) -> None:
     outbox.handler(MoneyDeposited, name="first", retry=lambda attempts, error: timedelta.max)(Journal(always_fails))
     await outbox.executor.execute(Emit((1,)))
 
     assert (await outbox.drain()).expired == 1
 
 
-async def test_unprocessable_is_dead_at_once_and_siblings_are_untouched(outbox: Outbox) -> None:
+async def test_unprocessable_is_dead_at_once_without_affecting_siblings(outbox: Outbox) -> None:
     outbox.handler(MoneyDeposited, name="refuses")(Journal(lambda envelope: Unprocessable("wallet is closed")))
     outbox.handler(MoneyDeposited, name="sibling")(Journal())
     await outbox.executor.execute(Emit((1,)))
@@ -355,17 +345,17 @@ async def test_unprocessable_is_dead_at_once_and_siblings_are_untouched(outbox: 
     assert (record.errors[0]["type"], record.errors[0]["message"]) == ("Unprocessable", "wallet is closed")
 
 
-async def test_retry_after_says_exactly_when(outbox: Outbox, clock: MovableClock) -> None:
+async def test_retry_after_sets_the_exact_time(outbox: Outbox, clock: MovableClock) -> None:
     at = clock.now() + timedelta(days=1)
-    wishes = {
+    delays = {
         "delay": RetryAfter("90s"),
         "at": RetryAfter(at=at),
         "for-free": RetryAfter(90, count_attempt=False),
         "too-late": RetryAfter("8d"),
         "broken": changed(delay="tomorrow"),
     }
-    for name, wish in wishes.items():
-        outbox.handler(MoneyDeposited, name=name)(Journal(lambda envelope, wish=wish: wish))
+    for name, chosen in delays.items():
+        outbox.handler(MoneyDeposited, name=name)(Journal(lambda envelope, chosen=chosen: chosen))
     await outbox.executor.execute(Emit((1,)))
     await outbox.drain()
 
@@ -378,7 +368,7 @@ async def test_retry_after_says_exactly_when(outbox: Outbox, clock: MovableClock
     assert found["broken"][:2] == ("FAILED", 1)
 
 
-async def test_retry_after_without_an_attempt_never_uses_up_max_attempts(outbox: Outbox, clock: MovableClock) -> None:
+async def test_an_uncounted_retry_after_never_exhausts_max_attempts(outbox: Outbox, clock: MovableClock) -> None:
     journal = Journal(lambda envelope: RetryAfter(1, count_attempt=False) if len(journal) < 4 else None)
     outbox.handler(MoneyDeposited, name="first", retry=RetryPolicy(max_attempts=1))(journal)
     await outbox.executor.execute(Emit((1,)))
@@ -391,7 +381,7 @@ async def test_retry_after_without_an_attempt_never_uses_up_max_attempts(outbox:
     assert (record.state, record.attempts, len(journal)) == ("SUCCEEDED", 1, 4)
 
 
-async def test_a_retry_is_found_when_it_is_due_and_not_a_poll_later(make_outbox: MakeOutbox) -> None:
+async def test_a_due_retry_is_found_without_waiting_for_a_poll(make_outbox: MakeOutbox) -> None:
     outbox = await make_outbox(settings=Settings(handling_poll_delay="60s", fanout_poll_delay="60s"))
     journal = Journal(lambda envelope: RetryAfter("50ms") if envelope.attempt == 1 else None)
     outbox.handler(MoneyDeposited, name="first")(journal)
@@ -404,21 +394,19 @@ async def test_a_retry_is_found_when_it_is_due_and_not_a_poll_later(make_outbox:
 # --- stored errors -------------------------------------------------------------------------------
 
 
-async def test_the_last_ten_errors_are_kept_with_time_type_message_traceback_and_attempt(
-    outbox: Outbox, clock: MovableClock
-) -> None:
+async def test_the_last_ten_errors_are_kept_with_their_details(outbox: Outbox, clock: MovableClock) -> None:
     outbox.handler(MoneyDeposited, name="first")(Journal(always_fails))
     await outbox.executor.execute(Emit((1,)))
-    moments = []
+    times = []
     async with outbox.running():
         for _ in range(12):
             clock.advance("6m")  # not after the last: what runs would find it due
-            moments.append(clock.now())
+            times.append(clock.now())
             await outbox.drain()
 
     record = await only_record(outbox)
     assert [error["attempt"] for error in record.errors] == list(range(3, 13))
-    assert [datetime.fromisoformat(error["time"]) for error in record.errors] == moments[2:]
+    assert [datetime.fromisoformat(error["time"]) for error in record.errors] == times[2:]
     assert {error["type"] for error in record.errors} == {"ValueError"}
     assert record.errors[-1]["message"] == "attempt 12"
     assert "raise error" in record.errors[-1]["traceback"]
@@ -464,10 +452,10 @@ async def test_every_error_text_can_be_stored(outbox: Outbox) -> None:
     assert messages[6].startswith("several")
 
 
-# --- rows that cannot be read --------------------------------------------------------------------
+# --- malformed rows ------------------------------------------------------------------------------
 
 
-async def test_a_payload_that_does_not_decode_fails_its_own_row_and_names_the_field(outbox: Outbox, look: Look) -> None:
+async def test_an_undecodable_payload_fails_its_own_row_and_names_the_field(outbox: Outbox, look: Look) -> None:
     journal = Journal()
     outbox.handler(MoneyDeposited, name="first")(journal)
     await outbox.executor.execute(Emit((1, 2, 3, 4, 5)))
@@ -493,11 +481,11 @@ async def test_a_payload_that_does_not_decode_fails_its_own_row_and_names_the_fi
     assert "NULL" in messages[4]
 
 
-async def test_malformed_params_and_headers_fail_only_who_looks_at_them(outbox: Outbox, look: Look) -> None:
+async def test_malformed_params_and_headers_fail_only_handlers_that_read_them(outbox: Outbox, look: Look) -> None:
     looked = Journal(lambda envelope: envelope.action_params and envelope.headers and None)
-    unconcerned = Journal()
+    unaffected = Journal()
     outbox.handler(MoneyDeposited, name="looks")(looked)
-    outbox.handler(MoneyDeposited, name="does-not")(unconcerned)
+    outbox.handler(MoneyDeposited, name="does-not")(unaffected)
     await outbox.executor.execute(Emit((1,)))
     await look.fetch("UPDATE {events} SET action_params = '[1]', headers = '\"x\"' WHERE model_id = '1'")
 
@@ -509,7 +497,7 @@ async def test_malformed_params_and_headers_fail_only_who_looks_at_them(outbox: 
 # --- names ---------------------------------------------------------------------------------------
 
 
-async def test_a_notification_whose_handler_is_gone_burns_no_attempt_and_is_counted(
+async def test_a_notification_without_its_handler_uses_no_attempt_and_is_counted(
     outbox: Outbox, make_outbox: MakeOutbox, look: Look, caplog: pytest.LogCaptureFixture
 ) -> None:
     outbox.handler(MoneyDeposited, name="first")(Journal())
@@ -525,7 +513,7 @@ async def test_a_notification_whose_handler_is_gone_burns_no_attempt_and_is_coun
     assert "'gone'" in caplog.text
 
 
-async def test_rows_under_an_alias_are_handled_and_under_a_removed_alias_they_wait(
+async def test_rows_under_an_alias_run_and_wait_once_it_is_removed(
     outbox: Outbox, make_outbox: MakeOutbox, clock: MovableClock
 ) -> None:
     before = await make_outbox(clock=clock)
@@ -535,12 +523,12 @@ async def test_rows_under_an_alias_are_handled_and_under_a_removed_alias_they_wa
     clock.advance("1m")
 
     without_alias = Journal()
-    careless = await make_outbox(clock=clock)
-    careless.handler(WalletOpened, name="deposit-receipt")(without_alias)
-    await careless.admin.unsubscribe("receipt")
-    await careless.drain()
+    without_the_alias = await make_outbox(clock=clock)
+    without_the_alias.handler(WalletOpened, name="deposit-receipt")(without_alias)
+    await without_the_alias.admin.unsubscribe("receipt")
+    await without_the_alias.drain()
     assert len(without_alias) == 0
-    assert (await careless.admin.counts())["unroutable"] == 1
+    assert (await without_the_alias.admin.counts())["unroutable"] == 1
 
     with_alias = Journal()
     outbox.handler(MoneyDeposited, name="deposit-receipt", aliases={"receipt"})(with_alias)
@@ -549,7 +537,7 @@ async def test_rows_under_an_alias_are_handled_and_under_a_removed_alias_they_wa
     assert (await outbox.admin.counts())["unroutable"] == 0
 
 
-async def test_a_handler_that_another_instance_has_is_not_unroutable(
+async def test_a_handler_of_another_instance_is_not_unroutable(
     outbox: Outbox, make_outbox: MakeOutbox, clock: MovableClock
 ) -> None:
     worker = await make_outbox(clock=clock)

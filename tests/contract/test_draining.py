@@ -1,4 +1,4 @@
-"""``drain()``: alone, beside ``running()``, and beside further processes, on every database."""
+"""``drain()``: alone, beside ``running()``, and beside other processes, on every database."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ QUICK = Settings(fanout_poll_delay="30ms", handling_poll_delay="30ms")
 
 
 @asynccontextmanager
-async def begun(coroutine: Any) -> AsyncIterator[asyncio.Task[Any]]:
-    """The coroutine as a task that has ended when the block has."""
+async def started(coroutine: Any) -> AsyncIterator[asyncio.Task[Any]]:
+    """Run the coroutine as a task that has finished when the block ends."""
     async with asyncio.TaskGroup() as group:
         yield group.create_task(coroutine)
 
 
-async def still_goes_on(task: asyncio.Task[Any]) -> bool:
-    """True if a task would have ended by now unless it were held up."""
+async def is_still_running(task: asyncio.Task[Any]) -> bool:
+    """Return True unless the task finishes within 0.2 s."""
     done, _ = await asyncio.wait([task], timeout=0.2)
     return not done
 
 
-async def test_drain_says_what_it_did(outbox: Outbox) -> None:
+async def test_drain_reports_what_it_did(outbox: Outbox) -> None:
     outbox.handler(MoneyDeposited, name="first")(Journal())
     outbox.handler(MoneyDeposited, name="second")(Journal(lambda envelope: ValueError()))
     await outbox.executor.execute(Emit((1, 2, 3)))
@@ -49,13 +49,13 @@ async def test_drain_says_what_it_did(outbox: Outbox) -> None:
     assert (second.fanned_out, second.succeeded, second.failed, second.expired, second.dead) == (0, 0, 0, 0, 0)
 
 
-async def test_drain_without_any_handler_ends_at_once(outbox: Outbox) -> None:
+async def test_drain_without_handlers_ends_at_once(outbox: Outbox) -> None:
     await outbox.executor.execute(Emit((1,)))
 
     assert (await outbox.drain(timeout=10)).fanned_out == 0
 
 
-async def test_drain_goes_on_until_the_last_event_of_a_chain_is_handled(outbox: Outbox) -> None:
+async def test_drain_continues_until_the_last_event_of_a_chain(outbox: Outbox) -> None:
     @outbox.handler(MoneyDeposited, name="counts-down")
     async def counts_down(envelope: EventEnvelope[MoneyDeposited]) -> None:
         if envelope.event.amount:
@@ -70,9 +70,7 @@ async def test_drain_goes_on_until_the_last_event_of_a_chain_is_handled(outbox: 
         assert (await outbox.admin.counts())["SUCCEEDED"] == 22
 
 
-async def test_beside_running_drain_waits_for_what_runs_and_for_what_comes_of_it(
-    make_outbox: MakeOutbox, look: Look
-) -> None:
+async def test_beside_running_drain_waits_for_runs_and_their_events(make_outbox: MakeOutbox, look: Look) -> None:
     outbox = await make_outbox(settings=QUICK)
     gate = Gate()
 
@@ -85,33 +83,33 @@ async def test_beside_running_drain_waits_for_what_runs_and_for_what_comes_of_it
     async with outbox.running():
         await outbox.executor.execute(Emit((1, 2)))
         await gate.calls(2)
-        async with begun(outbox.drain()) as drain:
-            assert await still_goes_on(drain)
+        async with started(outbox.drain()) as drain:
+            assert await is_still_running(drain)
             gate.open()
         assert await look.states() == {"SUCCEEDED": 4}
 
 
-async def test_beside_running_drain_waits_for_the_write_that_is_under_way(make_outbox: MakeOutbox, look: Look) -> None:
+async def test_beside_running_drain_waits_for_the_write_in_progress(make_outbox: MakeOutbox, look: Look) -> None:
     outbox = await make_outbox(settings=QUICK)
     outbox.handler(MoneyDeposited, name="first")(Journal())
-    writing, goes_on = asyncio.Event(), asyncio.Event()
+    writing, may_continue = asyncio.Event(), asyncio.Event()
 
     async def slow(method: Callable[..., Awaitable[Any]], *args: Any) -> Any:
         writing.set()
-        await goes_on.wait()
+        await may_continue.wait()
         return await method(*args)
 
     watch(outbox, "notifications").trouble["settle"] = slow
     async with outbox.running():
         await outbox.executor.execute(Emit((1,)))
         await asyncio.wait_for(writing.wait(), 20)
-        async with begun(outbox.drain()) as drain:
-            assert await still_goes_on(drain)
-            goes_on.set()
+        async with started(outbox.drain()) as drain:
+            assert await is_still_running(drain)
+            may_continue.set()
         assert await look.states() == {"SUCCEEDED": 1}
 
 
-async def test_drain_comes_to_its_end_although_running_is_left_meanwhile(make_outbox: MakeOutbox, look: Look) -> None:
+async def test_drain_finishes_although_the_running_block_is_left(make_outbox: MakeOutbox, look: Look) -> None:
     outbox = await make_outbox(settings=Settings(fanout_poll_delay="30ms", shutdown_timeout="50ms"))
     gate = Gate()
     outbox.handler(MoneyDeposited, name="first")(gate)
@@ -119,22 +117,22 @@ async def test_drain_comes_to_its_end_although_running_is_left_meanwhile(make_ou
     await running.__aenter__()
     await outbox.executor.execute(Emit((1,)))
     await gate.calls(1)
-    async with asyncio.timeout(20), begun(outbox.drain()) as drain:
-        assert await still_goes_on(drain)
+    async with asyncio.timeout(20), started(outbox.drain()) as drain:
+        assert await is_still_running(drain)
         await running.__aexit__(None, None, None)
         gate.open()
 
     assert await look.states() == {"SUCCEEDED": 1}
 
 
-async def test_two_drains_at_once_do_the_work_together(outbox: Outbox, look: Look) -> None:
+async def test_two_simultaneous_drains_share_the_work(outbox: Outbox, look: Look) -> None:
     gate = Gate()
     outbox.handler(MoneyDeposited, name="first")(gate)
     await outbox.executor.execute(Emit((1, 2, 3)))
-    async with asyncio.timeout(20), begun(outbox.drain()) as first:
+    async with asyncio.timeout(20), started(outbox.drain()) as first:
         await gate.calls(1)
-        async with begun(outbox.drain()) as second:
-            assert await still_goes_on(second)
+        async with started(outbox.drain()) as second:
+            assert await is_still_running(second)
             assert not first.done()
             gate.open()
 
@@ -144,7 +142,7 @@ async def test_two_drains_at_once_do_the_work_together(outbox: Outbox, look: Loo
     assert (await outbox.drain(timeout=10)).succeeded == 1
 
 
-async def test_running_may_be_entered_while_a_drain_goes_on(make_outbox: MakeOutbox, look: Look) -> None:
+async def test_running_may_be_entered_during_a_drain(make_outbox: MakeOutbox, look: Look) -> None:
     outbox = await make_outbox(settings=QUICK)
     gate = Gate()
     outbox.handler(MoneyDeposited, name="first")(gate)
@@ -156,10 +154,10 @@ async def test_running_may_be_entered_while_a_drain_goes_on(make_outbox: MakeOut
             await gate.calls(2)
             await outbox.drain()
 
-    async with asyncio.timeout(20), begun(outbox.drain()):
+    async with asyncio.timeout(20), started(outbox.drain()):
         await gate.calls(1)
-        async with begun(runs()) as running:
-            assert await still_goes_on(running)
+        async with started(runs()) as running:
+            assert await is_still_running(running)
             gate.open()
 
     assert gate.amounts == [1, 2]
@@ -176,8 +174,8 @@ async def test_drain_waits_for_another_instance_that_holds_the_locks(make_outbox
         await gate.calls(1)
         with pytest.raises(DrainTimeout):
             await waiter.drain(timeout="200ms")
-        async with begun(waiter.drain(timeout=20)) as drain:
-            assert await still_goes_on(drain)
+        async with started(waiter.drain(timeout=20)) as drain:
+            assert await is_still_running(drain)
             gate.open()
 
     assert drain.result().succeeded == 0
@@ -186,38 +184,38 @@ async def test_drain_waits_for_another_instance_that_holds_the_locks(make_outbox
 
 
 @pytest.mark.parametrize("whose", ["ones_own", "of_the_holder"])
-async def test_drain_handles_what_is_fanned_out_elsewhere_while_it_asks(
+async def test_drain_handles_events_fanned_out_elsewhere_while_it_checks(
     make_outbox: MakeOutbox, look: Look, whose: str
 ) -> None:
-    """The rows are made between the last look for rows and the answer that all events are fanned out."""
+    """The rows are created between the last read of rows and the result that all events are fanned out."""
     holder, waiter = await make_outbox(settings=QUICK), await make_outbox(settings=QUICK)
-    goes_on, gate, journal = asyncio.Event(), Gate(), Journal()
+    may_continue, gate, journal = asyncio.Event(), Gate(), Journal()
     if whose == "ones_own":
         waiter.handler(MoneyDeposited, name="first")(journal)
     else:
         holder.handler(MoneyDeposited, name="first")(gate)
         waiter.handler(MoneyDeposited, name="first")(journal)
 
-    async def after_it_was_asked(method: Callable[..., Awaitable[Any]], *args: Any) -> Any:
-        await goes_on.wait()
+    async def after_the_check(method: Callable[..., Awaitable[Any]], *args: Any) -> Any:
+        await may_continue.wait()
         return await method(*args)
 
     async def of_all(method: Callable[..., Awaitable[Any]], *args: Any) -> Any:
-        goes_on.set()
+        may_continue.set()
         await eventually(lambda: _is_fanned_out(look))
         return await method(*args)
 
-    watch(holder, "events").trouble["fan_out"] = after_it_was_asked
+    watch(holder, "events").trouble["fan_out"] = after_the_check
     watch(waiter, "events").trouble["any_undelivered"] = of_all
     async with holder.running():
         await eventually(lambda: run_of(holder).fans_out)
         if whose == "of_the_holder":
             await eventually(lambda: locks_of(holder).holds(LockName("app", "dispatch", "first")))
         await waiter.executor.execute(Emit((1,)))
-        async with begun(waiter.drain(timeout=20)) as drain:
+        async with started(waiter.drain(timeout=20)) as drain:
             if whose == "of_the_holder":
                 await gate.calls(1)
-                assert await still_goes_on(drain)
+                assert await is_still_running(drain)
                 gate.open()
         assert await look.states() == {"SUCCEEDED": 1}
 
@@ -228,17 +226,15 @@ async def _is_fanned_out(look: Look) -> bool:
     return len(await look.notifications()) == 1
 
 
-async def test_drain_looks_again_if_locks_came_while_it_asked_what_others_have_to_do(
-    make_outbox: MakeOutbox, look: Look
-) -> None:
+async def test_drain_checks_again_if_it_gained_locks_during_its_check(make_outbox: MakeOutbox, look: Look) -> None:
     holder, waiter = await make_outbox(settings=QUICK), await make_outbox(settings=QUICK)
-    asked, has_answer, gate = asyncio.Event(), asyncio.Event(), Gate()
+    queries, has_answer, gate = asyncio.Event(), asyncio.Event(), Gate()
     holder.handler(MoneyDeposited, name="first")(Journal())
     waiter.handler(MoneyDeposited, name="first")(gate)
 
     async def late(method: Callable[..., Awaitable[Any]], *args: Any) -> Any:
         answer = await method(*args)
-        asked.set()
+        queries.set()
         await has_answer.wait()
         return answer
 
@@ -250,22 +246,20 @@ async def test_drain_looks_again_if_locks_came_while_it_asked_what_others_have_t
         await eventually(lambda: run_of(holder).fans_out)
         await waiter.executor.execute(Emit((1,)))
         await stack.enter_async_context(waiter.running())
-        async with begun(waiter.drain()) as drain:
-            await asked.wait()
+        async with started(waiter.drain()) as drain:
+            await queries.wait()
             await holding.aclose()
             await gate.calls(1)
             has_answer.set()
-            assert await still_goes_on(drain)
+            assert await is_still_running(drain)
             gate.open()
         assert await look.states() == {"SUCCEEDED": 1}
 
 
-async def test_drain_waits_until_locks_that_nobody_can_prove_are_proven_again(
-    make_outbox: MakeOutbox, look: Look
-) -> None:
+async def test_drain_waits_until_unproven_locks_are_proven_again(make_outbox: MakeOutbox, look: Look) -> None:
     outbox = await make_outbox(settings=Settings(lock_heartbeat="50ms"))
     outbox.handler(MoneyDeposited, name="first")(Journal())
-    goes_on = asyncio.Event()
+    may_continue = asyncio.Event()
     async with asyncio.timeout(20), outbox.running():
         await eventually(lambda: run_of(outbox).fans_out)
         lock: Any = locks_of(outbox)._lock
@@ -273,28 +267,26 @@ async def test_drain_waits_until_locks_that_nobody_can_prove_are_proven_again(
         beat = lock.heartbeat
 
         async def late() -> Proof:
-            await eventually(goes_on.is_set)  # an event of another event loop wakes nobody here
+            await eventually(may_continue.is_set)  # an event of another event loop wakes no task here
             return await beat()
 
         lock.heartbeat = late
         await eventually(lambda: not run_of(outbox).fans_out)
         await outbox.executor.execute(Emit((1,)))
-        async with begun(outbox.drain()) as drain:
-            assert await still_goes_on(drain)
-            goes_on.set()
+        async with started(outbox.drain()) as drain:
+            assert await is_still_running(drain)
+            may_continue.set()
         assert await look.states() == {"SUCCEEDED": 1}
 
 
-async def test_a_drain_that_is_cut_off_uses_up_no_attempt_and_gives_its_locks_back(
-    make_outbox: MakeOutbox, look: Look
-) -> None:
+async def test_an_interrupted_drain_uses_no_attempt_and_releases_its_locks(make_outbox: MakeOutbox, look: Look) -> None:
     cut, other = await make_outbox(), await make_outbox()
     gate, journal = Gate(), Journal()
     cut.handler(MoneyDeposited, name="first")(gate)
     other.handler(MoneyDeposited, name="first")(journal)
     await cut.executor.execute(Emit((1,)))
 
-    for seconds in (0.3, 1, 3, 10):  # on a loaded machine a drain may be cut off before the handler begins
+    for seconds in (0.3, 1, 3, 10):  # on a loaded machine a drain may be cut off before the handler starts
         with pytest.raises(DrainTimeout):
             await cut.drain(timeout=seconds)
         if gate.most:
@@ -313,7 +305,7 @@ async def test_a_drain_keeps_its_locks_however_long_its_handlers_take(make_outbo
     holder.handler(MoneyDeposited, name="first", concurrency=1)(gate)
     other.handler(MoneyDeposited, name="first")(idle)
     await holder.executor.execute(Emit((1, 2)))
-    async with begun(holder.drain(timeout=20)):
+    async with started(holder.drain(timeout=20)):
         await gate.calls(1)
         with pytest.raises(DrainTimeout):
             await other.drain(timeout="700ms")
@@ -328,7 +320,7 @@ async def test_a_drain_writes_outcomes_while_other_handlers_still_run(outbox: Ou
     outbox.handler(MoneyDeposited, name="slow")(gate)
     outbox.handler(MoneyDeposited, name="quick")(Journal())
     await outbox.executor.execute(Emit((1,)))
-    async with asyncio.timeout(20), begun(outbox.drain()):
+    async with asyncio.timeout(20), started(outbox.drain()):
         await gate.calls(1)
 
         async def quick_is_settled() -> bool:
@@ -338,7 +330,7 @@ async def test_a_drain_writes_outcomes_while_other_handlers_still_run(outbox: Ou
         gate.open()
 
 
-async def test_drain_fans_out_only_where_handling_is_off(make_outbox: MakeOutbox, look: Look) -> None:
+async def test_with_handling_disabled_drain_only_fans_out(make_outbox: MakeOutbox, look: Look) -> None:
     outbox = await make_outbox(settings=Settings(handling_enabled=False))
     outbox.handler(MoneyDeposited, name="first")(Journal())
     await outbox.executor.execute(Emit((1,)))
@@ -349,7 +341,7 @@ async def test_drain_fans_out_only_where_handling_is_off(make_outbox: MakeOutbox
     assert await look.states() == {"PENDING": 1}
 
 
-async def test_drain_passes_by_what_is_not_due_yet(outbox: Outbox) -> None:
+async def test_drain_skips_what_is_not_due_yet(outbox: Outbox) -> None:
     outbox.handler(WalletOpened, MoneyDeposited, name="first")(Journal())
     async with outbox.transaction("Later") as tx:
         tx.emit(MoneyDeposited(uuid4(), Decimal(1)), available_at=tx.now.replace(year=tx.now.year + 1))

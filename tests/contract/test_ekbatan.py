@@ -1,7 +1,7 @@
 """Ekbatan's own executor, fan-out and dispatch on the tables of outboxio.
 
-``OUTBOXIO_TEST_EKBATAN`` names a Python (3.13 or later) that has the packages ekbatan and psycopg. Without the
-variable, the tests are not collected.
+``OUTBOXIO_TEST_EKBATAN`` is the path of a Python (3.13 or later) with the packages ekbatan and psycopg. Without it the
+tests are not collected.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ class OpenWallet(msgspec.Struct, rename="camel"):
     balance: Decimal
 
 
-async def ekbatan(url: str, *words: str) -> Process:
+async def ekbatan(url: str, *arguments: str) -> Process:
     assert PYTHON is not None
     url = url.replace("postgresql://", "postgresql+psycopg://")
-    return await asyncio.create_subprocess_exec(PYTHON, str(PROGRAM), url, *words, stdin=PIPE, stdout=PIPE)
+    return await asyncio.create_subprocess_exec(PYTHON, str(PROGRAM), url, *arguments, stdin=PIPE, stdout=PIPE)
 
 
-async def said_by(process: Process) -> str:
-    said, _ = await process.communicate(b"\n")
+async def output_of(process: Process) -> str:
+    output, _ = await process.communicate(b"\n")
     assert process.returncode == 0
-    return said.decode().strip()
+    return output.decode().strip()
 
 
 if PYTHON is not None:
 
     @pytest.mark.timeout(300)
-    async def test_events_of_ekbatan_are_handled_once_each_while_both_fan_outs_run(postgres_url: str) -> None:
+    async def test_ekbatans_events_are_handled_once_while_both_fan_outs_run(postgres_url: str) -> None:
         seen, exact = Counter[UUID](), list[bool]()
         async with Outbox(postgres_url, namespace="app") as outbox:
             await outbox.migrate()
@@ -71,9 +71,9 @@ if PYTHON is not None:
                 fanout = await ekbatan(postgres_url, "fanout")
                 writers = [await ekbatan(postgres_url, "write", str(MANY // 2)) for _ in range(2)]
                 for writer in writers:
-                    await said_by(writer)
+                    await output_of(writer)
                 await eventually(all_are_seen)
-                fanned_out = int(await said_by(fanout))
+                fanned_out = int(await output_of(fanout))
             assert (await outbox.drain()).succeeded == 0
 
         assert (len(seen), set(seen.values()), set(exact)) == (MANY, {1}, {True})
@@ -86,4 +86,4 @@ if PYTHON is not None:
                 for number in range(10):
                     tx.emit(WalletOpened(BALANCE), model_id=number, model_type="Wallet")
 
-        assert (await said_by(await ekbatan(postgres_url, "handle"))).split() == [str(BALANCE)] * 10
+        assert (await output_of(await ekbatan(postgres_url, "handle"))).split() == [str(BALANCE)] * 10

@@ -1,4 +1,4 @@
-"""PostgreSQL databases whose encoding has a few hundred characters: LATIN1, WIN1252."""
+"""PostgreSQL databases with an encoding of a few hundred characters: LATIN1, WIN1252."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def database(url: str, encoding: str) -> AsyncGenerator[str]:
 
 @pytest.fixture
 async def narrow(postgres_url: str, encoding: str) -> AsyncIterator[Outbox]:
-    """An outbox on a database with few characters."""
+    """An outbox on a database with a small character set."""
     async with database(postgres_url, encoding) as url, Outbox(url, namespace="app") as outbox:
         await outbox.migrate()
         yield outbox
@@ -142,7 +142,7 @@ async def test_a_message_that_cannot_be_stored_is_refused_with_its_field(
         await connection.close()
 
 
-async def test_characters_of_the_encoding_are_stored(narrow: Outbox, encoding: str) -> None:
+async def test_characters_in_the_encoding_are_stored(narrow: Outbox, encoding: str) -> None:
     seen: list[EventEnvelope[Noted]] = []
 
     @narrow.handler(Noted, name=OWN)
@@ -157,7 +157,7 @@ async def test_characters_of_the_encoding_are_stored(narrow: Outbox, encoding: s
     assert (envelope.event.text, envelope.action_params, envelope.headers) == (OWN, {OWN: OWN}, {OWN: OWN})
 
 
-async def test_the_error_of_a_handler_is_stored_with_escape_sequences(narrow: Outbox, encoding: str) -> None:
+async def test_a_handlers_error_is_stored_with_escape_sequences(narrow: Outbox, encoding: str) -> None:
     @narrow.handler(Noted, name="failing", retry=RetryPolicy(max_attempts=1))
     async def fail(envelope: EventEnvelope[Noted]) -> None:
         raise ValueError(f'{OWN} {FOREIGN} "\\')
@@ -172,7 +172,7 @@ async def test_the_error_of_a_handler_is_stored_with_escape_sequences(narrow: Ou
     assert [record.state for record in records] == ["DEAD", "DEAD"]
 
 
-async def test_a_handler_that_emits_what_cannot_be_stored_fails_alone(
+async def test_a_handler_whose_event_cannot_be_stored_fails_alone(
     narrow: Outbox, encoding: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     @narrow.handler(Noted, name="emitting", retry=RetryPolicy(max_attempts=1))
@@ -216,12 +216,12 @@ async def test_operations_are_refused_with_the_field_that_cannot_be_stored(narro
             await admin.pause("plain", **{field: FOREIGN})
     assert await admin.paused() == set()
     assert await admin.operations() == []
-    for ask in (lambda: admin.list(handler=FOREIGN), lambda: admin.count(Filter(error=FOREIGN))):
+    for read in (lambda: admin.list(handler=FOREIGN), lambda: admin.count(Filter(error=FOREIGN))):
         with pytest.raises(ConfigurationError, match=f"{FOREIGN}.* contains .* {encoding}"):
-            await ask()
+            await read()
 
 
-async def test_names_in_code_that_cannot_be_stored_are_refused_at_the_start(narrow: Outbox, encoding: str) -> None:
+async def test_handler_names_that_cannot_be_stored_are_refused_at_startup(narrow: Outbox, encoding: str) -> None:
     @narrow.handler(Noted, name=FOREIGN)
     async def handle(envelope: EventEnvelope[Noted]) -> None: ...
 
@@ -230,7 +230,7 @@ async def test_names_in_code_that_cannot_be_stored_are_refused_at_the_start(narr
             pass
 
 
-def test_escape_sequences_stand_only_for_characters_that_are_lacking(encoding: str) -> None:
+def test_only_missing_characters_become_escape_sequences(encoding: str) -> None:
     one = TextEncoding(encoding, {"LATIN1": "latin1", "WIN1252": "cp1252"}[encoding])
     assert one.escaped(f"{OWN}\\{FOREIGN}\ud800") == f"{OWN}\\{ESCAPED}\\ud800"
     assert one.escaped_in_json(f'["{OWN}{FOREIGN}"]') == rf'["{OWN}\\u4e2d\\U0001f600"]'

@@ -1,6 +1,6 @@
-"""Engines over asyncmy: actions run on connections of asyncmy, and loops on connections of aiomysql beside them.
+"""Engines over asyncmy: actions use connections of asyncmy, and loops use connections of aiomysql.
 
-``OUTBOXIO_TEST_OPENED_BY=asyncmy`` runs the rest of the contract suite in this way.
+``OUTBOXIO_TEST_OPENED_BY=asyncmy`` runs the other contract tests this way.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def look(mysql_url: str) -> Look:
 
 @asynccontextmanager
 async def engine_on(url: str, **options: Any) -> AsyncIterator[AsyncEngine]:
-    """An engine over asyncmy on the test's database, which has the tables of the mapped classes."""
+    """An engine over asyncmy on the test's database, with the tables of the mapped classes."""
     scheme, rest = url.split(":", 1)
     engine = create_async_engine(f"{scheme}+asyncmy:{rest}", poolclass=NullPool, connect_args=options)
     try:
@@ -87,7 +87,7 @@ async def test_an_event_is_written_handled_and_counted(mysql_url: str, look: Loo
         assert (await outbox.admin.counts())["SUCCEEDED"] == 1
 
 
-async def test_loops_have_connections_of_aiomysql(mysql_url: str) -> None:
+async def test_loops_use_connections_of_aiomysql(mysql_url: str) -> None:
     async with outbox_on(mysql_url) as outbox:
         database: Any = outbox.executor.shard(None).database
         assert isinstance(await database._find.use(itself), aiomysql.Connection)
@@ -109,8 +109,8 @@ async def test_events_join_the_transaction_of_a_bound_session(mysql_url: str, lo
             assert (await session.scalars(select(Order.id))).all() == [1]
 
 
-async def test_record_takes_a_connection_of_asyncmy(mysql_url: str, look: Look) -> None:
-    """Of an outbox with a URL too."""
+async def test_record_accepts_a_connection_of_asyncmy(mysql_url: str, look: Look) -> None:
+    """For an outbox with a URL too."""
     async with (
         Outbox(mysql_url, namespace="app") as outbox,
         asyncmy.connect(**mysql.address(mysql_url), autocommit=True) as connection,
@@ -124,7 +124,7 @@ async def test_record_takes_a_connection_of_asyncmy(mysql_url: str, look: Look) 
     assert len(await look.events()) == 1
 
 
-async def test_a_listener_that_signs_in_holds_for_the_loops(mysql_url: str, look: Look) -> None:
+async def test_a_login_event_listener_applies_to_the_loops(mysql_url: str, look: Look) -> None:
     scheme, rest = mysql_url.split(":", 1)
     user = mysql.address(mysql_url)["user"]
     engine = create_async_engine(f"{scheme}+asyncmy:{rest.replace(f'//{user}', '//nobody', 1)}", poolclass=NullPool)
@@ -144,8 +144,8 @@ async def test_a_listener_that_signs_in_holds_for_the_loops(mysql_url: str, look
 # --- one reader at a time ----------------------------------------------------------------------------------
 
 
-async def is_asking(connection: Any) -> None:
-    """Wait until a task waits for an answer on the connection."""
+async def is_reading(connection: Any) -> None:
+    """Wait until a task waits for a response on the connection."""
     await eventually(lambda: driver.reads(connection) is not None)
 
 
@@ -154,29 +154,29 @@ async def test_a_second_task_on_a_connection_is_refused(mysql_url: str) -> None:
     async with outbox_on(mysql_url) as outbox, outbox.transaction("Ask") as tx:
         connection = tx.connection
         first = asyncio.create_task(connection.query("SELECT SLEEP(0.2)"))
-        await is_asking(connection)
-        with pytest.raises(RuntimeError, match="another task waits"):
+        await is_reading(connection)
+        with pytest.raises(RuntimeError, match="another task is waiting"):
             driver.refuse_second_reader(connection)
-        with pytest.raises(RuntimeError, match="another task waits"):
+        with pytest.raises(RuntimeError, match="another task is waiting"):
             driver.cursor(connection, driver.Cursor)
         await first
         assert await tx.fetchval("SELECT 7") == 7
 
 
-async def test_a_task_left_behind_fails_the_commit(mysql_url: str, look: Look) -> None:
-    """COMMIT would take the answer to its statement."""
+async def test_an_abandoned_task_fails_the_commit(mysql_url: str, look: Look) -> None:
+    """COMMIT would read the response to its statement."""
     tasks: list[asyncio.Task[Any]] = []
 
-    async def leave_behind(tx: Transaction) -> None:
+    async def abandon_task(tx: Transaction) -> None:
         connection = tx.connection
         tx.session.add(Order(id=1))
         await tx.session.flush()
         tasks.append(asyncio.create_task(connection.query("SELECT SLEEP(0.2)")))
-        await is_asking(connection)
+        await is_reading(connection)
 
     async with outbox_on(mysql_url) as outbox:
-        with pytest.raises(RuntimeError, match="another task waits"):
-            await outbox.executor.execute(doing(leave_behind))
+        with pytest.raises(RuntimeError, match="another task is waiting"):
+            await outbox.executor.execute(doing(abandon_task))
         await asyncio.wait(tasks)
         assert tasks[0].exception() is not None
         assert await look.fetch("SELECT id FROM orders") == await look.events() == []
@@ -187,8 +187,8 @@ async def test_a_task_left_behind_fails_the_commit(mysql_url: str, look: Look) -
 # --- the driver --------------------------------------------------------------------------------------------
 
 
-async def test_the_private_attributes_of_asyncmy_that_are_used_are_still_there(mysql_url: str) -> None:
-    """A new version of asyncmy may rename private attributes: ``outboxio/storage/mysql/driver.py`` has to follow."""
+async def test_the_private_attributes_of_asyncmy_still_exist(mysql_url: str) -> None:
+    """A new version of asyncmy may rename private attributes: ``outboxio/storage/mysql/driver.py`` must follow."""
     async with asyncmy.connect(**mysql.address(mysql_url)) as connection:
         cursor = driver.cursor(connection, driver.QuietCursor)
         await cursor.execute("SELECT 1")

@@ -62,7 +62,7 @@ class Payed(Event, version=2):
     total: str
 
 
-class Told(Event, type_name="Paid"):
+class Charged(Event, type_name="Paid"):
     order: int
     total: str
 
@@ -73,16 +73,16 @@ class Sent(Event):
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
-    """Runs ``outboxio events`` on the code of a version of the application."""
+    """Run ``outboxio events`` on a version of the application's code."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
 
-    async def command(*words: str, version: int = 1, total: str = "int", more: str = "") -> Result:
+    async def command(*arguments: str, version: int = 1, total: str = "int", more: str = "") -> Result:
         write("till.py", CODE.format(version=version, total=total, more=more))
         for name in [name for name in sys.modules if name == "till"]:
             del sys.modules[name]
         monkeypatch.setattr(sys, "dont_write_bytecode", True)
-        return await asyncio.to_thread(CliRunner().invoke, app, ["events", "till:outbox", *words])
+        return await asyncio.to_thread(CliRunner().invoke, app, ["events", "till:outbox", *arguments])
 
     yield command
     sys.modules.pop("till", None)
@@ -115,20 +115,20 @@ async def test_the_event_types_of_the_code_are_listed_without_a_database(run: Ru
 
 
 @pytest.mark.above_statements
-async def test_a_check_passes_after_a_write_and_fails_after_a_breaking_change(run: Run) -> None:
+async def test_a_check_passes_after_writing_and_fails_after_a_breaking_change(run: Run) -> None:
     assert (await run("--write", "events.lock.json")).exit_code == 0
     assert (await run("--check", "events.lock.json")).exit_code == 0
 
     broken = await run("--check", "events.lock.json", total="str")
 
     assert broken.exit_code == 1
-    assert "Paid, field total: accepted integer, and accepts only string now. Fix: keep accepting" in broken.output
-    told = json.loads((await run("--check", "events.lock.json", "--json", total="str")).stdout)
-    assert (told["ok"], told["breaking"][0]["event"], told["breaking"][0]["field"]) == (False, "Paid", "total")
+    assert "Paid, field total: accepted integer, but now accepts only string. Fix: keep accepting" in broken.output
+    message = json.loads((await run("--check", "events.lock.json", "--json", total="str")).stdout)
+    assert (message["ok"], message["breaking"][0]["event"], message["breaking"][0]["field"]) == (False, "Paid", "total")
 
 
 @pytest.mark.above_statements
-async def test_a_new_version_with_an_upcaster_passes_and_is_to_be_written(run: Run) -> None:
+async def test_a_new_version_with_an_upcaster_passes(run: Run) -> None:
     await run("--write", "events.lock.json")
 
     answer = await run("--check", "events.lock.json", version=2, total="str", more=UPCASTER)
@@ -144,7 +144,7 @@ async def test_a_new_version_with_an_upcaster_passes_and_is_to_be_written(run: R
 
 
 @pytest.mark.above_statements
-async def test_writing_names_the_breaking_changes_that_it_accepts(run: Run) -> None:
+async def test_writing_names_the_accepted_breaking_changes(run: Run) -> None:
     await run("--write", "events.lock.json")
 
     written = await run("--write", "events.lock.json", total="str")
@@ -155,7 +155,7 @@ async def test_writing_names_the_breaking_changes_that_it_accepts(run: Run) -> N
 
 
 @pytest.mark.above_statements
-async def test_the_document_is_written_with_the_versions_of_the_lock_file(run: Run) -> None:
+async def test_the_document_contains_the_versions_of_the_lock_file(run: Run) -> None:
     await run("--write", "events.lock.json")
     await run("--write", "events.lock.json", "--asyncapi", "asyncapi.json", version=2, total="str", more=UPCASTER)
 
@@ -166,24 +166,24 @@ async def test_the_document_is_written_with_the_versions_of_the_lock_file(run: R
 
 @pytest.mark.above_statements
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("arguments", "message"),
     [
-        (["--check", "none.json"], "there is no lock file none.json"),
-        (["--check", "a.json", "--write", "b.json"], "exclude one another"),
+        (["--check", "none.json"], "lock file none.json not found"),
+        (["--check", "a.json", "--write", "b.json"], "exclude each other"),
         (["--asyncapi", "-", "--write", "b.json"], "name a file"),
-        (["--write", "no/folder/b.json"], "cannot be written"),
+        (["--write", "no/folder/b.json"], "cannot write no/folder/b.json"),
         (["--check", "till.py"], "is not a lock file"),
     ],
 )
-async def test_a_file_that_cannot_be_used_is_refused_by_name(run: Run, words: list[str], told: str) -> None:
-    answer = await run(*words)
+async def test_an_unusable_file_is_refused_by_name(run: Run, arguments: list[str], message: str) -> None:
+    answer = await run(*arguments)
 
     assert answer.exit_code == 2, answer.output
-    assert told in " ".join(answer.output.split())
+    assert message in " ".join(answer.output.split())
 
 
 @pytest.mark.above_statements
-async def test_a_database_has_no_event_types_of_code() -> None:
+async def test_a_database_alone_has_no_event_types_of_code() -> None:
     answer = await asyncio.to_thread(CliRunner().invoke, app, ["events", "sqlite:///none.db"])
 
     assert answer.exit_code == 2
@@ -191,9 +191,7 @@ async def test_a_database_has_no_event_types_of_code() -> None:
 
 
 @pytest.mark.with_tables
-async def test_the_actions_that_emit_come_from_the_newest_rows(
-    make_outbox: MakeOutbox, run: Run, database_url: str
-) -> None:
+async def test_emitting_actions_come_from_the_newest_rows(make_outbox: MakeOutbox, run: Run, database_url: str) -> None:
     outbox = await make_outbox()
     await emit(outbox, "PayOrder", Paid(1, 2), Sent(1))
     await emit(outbox, "PayAgain", Paid(2, 3))
@@ -210,29 +208,29 @@ async def test_the_actions_that_emit_come_from_the_newest_rows(
 
 
 @pytest.mark.with_tables
-async def test_a_check_finds_stored_rows_that_are_not_read(
+async def test_a_check_finds_stored_rows_that_cannot_be_decoded(
     make_outbox: MakeOutbox, run: Run, database_url: str
 ) -> None:
     outbox = await make_outbox()
     await emit(outbox, "PayOrder", Paid(1, 2), Sent(1))
     await run("--write", "events.lock.json", total="str")
 
-    words = ("--check", "events.lock.json", "--database", database_url)
-    broken = await run(*words, total="str")
-    good = await run(*words, version=2, total="str", more=UPCASTER)
+    arguments = ("--check", "events.lock.json", "--database", database_url)
+    broken = await run(*arguments, total="str")
+    good = await run(*arguments, version=2, total="str", more=UPCASTER)
 
     assert broken.exit_code == 1
-    told = " ".join(broken.output.split())
-    assert "Paid, field total: 1 of the newest 1 row cannot be read" in told
-    assert "Expected `str`, got `int`" in told
-    assert "an upcaster" in told
+    message = " ".join(broken.output.split())
+    assert "Paid, field total: 1 of the newest 1 row cannot be decoded" in message
+    assert "Expected `str`, got `int`" in message
+    assert "an upcaster" in message
     assert good.exit_code == 0, good.output
 
 
 @pytest.mark.with_tables
 async def test_a_check_of_rows_quotes_no_stored_values(make_outbox: MakeOutbox, run: Run, database_url: str) -> None:
     outbox = await make_outbox()
-    await emit(outbox, "PayOrder", Told(1, "4000 0012 3456 7899"))
+    await emit(outbox, "PayOrder", Charged(1, "4000 0012 3456 7899"))
     await run("--write", "events.lock.json", total='Literal["paid"]')
 
     answer = await run("--check", "events.lock.json", "--database", database_url, total='Literal["paid"]')
@@ -243,7 +241,7 @@ async def test_a_check_of_rows_quotes_no_stored_values(make_outbox: MakeOutbox, 
 
 
 @pytest.mark.with_tables
-async def test_rows_of_an_alias_and_of_a_newer_version_are_checked_too(
+async def test_rows_of_aliases_and_newer_versions_are_checked_too(
     make_outbox: MakeOutbox, run: Run, database_url: str
 ) -> None:
     outbox = await make_outbox()
@@ -252,7 +250,7 @@ async def test_rows_of_an_alias_and_of_a_newer_version_are_checked_too(
 
     answer = await run("--check", "events.lock.json", "--database", database_url, "--json")
 
-    [told] = json.loads(answer.stdout)["breaking"]
+    [message] = json.loads(answer.stdout)["breaking"]
     assert answer.exit_code == 1
-    assert told["event"] == "Paid"
-    assert "the class here has version 1" in told["change"]
+    assert message["event"] == "Paid"
+    assert "the class in this process has version 1" in message["change"]

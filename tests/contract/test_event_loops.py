@@ -1,4 +1,4 @@
-"""An outbox is used in one event loop at a time, by every public entry, on every database."""
+"""An outbox is used in one event loop at a time, by every public call, on every database."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from outboxio import EventEnvelope, Outbox, PoolExhausted, Settings, Transaction
 from tests.kit.app import Emit, Look, MoneyDeposited, WalletOpened, eventually, hang
 from tests.kit.inside import is_running
 from tests.kit.probes import MakeOutbox, doing, written
-from tests.kit.server_acts import ServerActs, acts_on
+from tests.kit.server_actions import ServerActions, actions_on
 
 pytestmark = [pytest.mark.with_tables, pytest.mark.one_of_family]
 
@@ -56,7 +56,7 @@ ENTRIES: dict[str, Entry] = {
 
 
 async def in_another_loop(work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-    """The result of ``work`` in an event loop of a second thread, while this loop goes on."""
+    """Run ``work`` in an event loop of another thread, while this loop continues."""
     return await asyncio.to_thread(lambda: asyncio.run(work()))
 
 
@@ -64,7 +64,7 @@ async def handle(envelope: EventEnvelope[MoneyDeposited]) -> None:
     """A handler, so that there is an event to consume."""
 
 
-async def test_every_entry_refuses_another_event_loop_and_the_first_goes_on(outbox: Outbox, look: Look) -> None:
+async def test_every_entry_refuses_another_event_loop(outbox: Outbox, look: Look) -> None:
     outbox.handler(MoneyDeposited, name="handles")(handle)
     async with outbox.running():
         await outbox.executor.execute(Emit((1,)))
@@ -87,7 +87,7 @@ async def test_every_entry_refuses_another_event_loop_and_the_first_goes_on(outb
     assert await look.states() == {"SUCCEEDED": 2}
 
 
-async def test_after_closing_another_event_loop_may_use_the_outbox(outbox: Outbox, look: Look) -> None:
+async def test_a_closed_outbox_may_be_used_in_another_event_loop(outbox: Outbox, look: Look) -> None:
     await outbox.executor.execute(Emit((1,)))
     await outbox.close()
 
@@ -103,14 +103,16 @@ async def test_after_closing_another_event_loop_may_use_the_outbox(outbox: Outbo
 
 
 @pytest.fixture
-def acts(server_url: str) -> ServerActs:
-    return acts_on(server_url)
+def acts(server_url: str) -> ServerActions:
+    return actions_on(server_url)
 
 
-async def test_a_given_pool_is_used_in_its_own_event_loop_only(acts: ServerActs) -> None:
+async def test_a_user_pool_is_used_in_its_own_event_loop_only(acts: ServerActions) -> None:
     async with acts.pool() as pool:
         outbox = Outbox(pool, namespace="app")
-        with pytest.raises(WrongEventLoop, match=r"the pool of shard 'default' belongs to the event loop that it was"):
+        with pytest.raises(
+            WrongEventLoop, match=r"the pool of shard 'default' belongs to the event loop that created it"
+        ):
             await in_another_loop(outbox.migrate)
         await outbox.migrate()
         with pytest.raises(WrongEventLoop, match="the outbox of namespace 'app' belongs to the event loop of thread"):
@@ -122,27 +124,27 @@ async def test_a_given_pool_is_used_in_its_own_event_loop_only(acts: ServerActs)
 # --- all connections are in use -------------------------------------------------------------------------
 
 
-async def test_who_finds_no_connection_in_time_is_told_how_many_are_in_use_and_for_how_long(
+async def test_a_connection_timeout_reports_connections_in_use_and_their_age(
     make_outbox: MakeOutbox, look: Look
 ) -> None:
     outbox = await make_outbox(settings=Settings(pool_timeout="200ms"))
     size = 1 if look.is_file else 20
     all_in_use, release = asyncio.Event(), asyncio.Event()
-    begun = 0
+    started = 0
 
     async def hold(tx: Transaction) -> None:
-        nonlocal begun
+        nonlocal started
         await tx.fetchval("SELECT 1")
-        begun += 1
-        if begun == size:
+        started += 1
+        if started == size:
             all_in_use.set()
         await release.wait()
 
     holding = [asyncio.create_task(outbox.executor.execute(doing(hold))) for _ in range(size)]
     await all_in_use.wait()
-    said = rf"shard 'default' at .* has no connection left: {size} of at most {size} .* in use, one of them for \d"
+    message = rf"shard 'default' at .* has no free connection: {size} of at most {size} .* in use, one of them for \d"
     for _ in range(2):
-        with pytest.raises(PoolExhausted, match=said) as caught:
+        with pytest.raises(PoolExhausted, match=message) as caught:
             await outbox.executor.execute(Emit((1,)))
         assert (caught.value.in_use, caught.value.size, caught.value.timeout) == (size, size, 0.2)
         assert caught.value.held is not None
@@ -156,12 +158,15 @@ async def test_who_finds_no_connection_in_time_is_told_how_many_are_in_use_and_f
     assert [row["model_id"] for row in await written(look)][-1] == "2"
 
 
-async def test_a_given_pool_is_waited_for_no_longer_than_any_other(acts: ServerActs) -> None:
+async def test_waiting_for_a_user_pool_has_the_same_timeout(acts: ServerActions) -> None:
     async with acts.pool(2) as pool:
+        async with Outbox(pool, namespace="app") as migrating:
+            await migrating.migrate()
         outbox = Outbox(pool, namespace="app", settings=Settings(pool_timeout="200ms"))
-        await outbox.migrate()
         taken = [await pool.acquire() for _ in range(2)]
-        with pytest.raises(PoolExhausted, match=r"the given pool has no connection left: 2 of at most 2 ") as caught:
+        with pytest.raises(
+            PoolExhausted, match=r"the user-supplied pool has no free connection: 2 of at most 2 "
+        ) as caught:
             await outbox.executor.execute(Emit((1,)))
         assert caught.value.held is None
         with pytest.raises(PoolExhausted):
@@ -171,22 +176,22 @@ async def test_a_given_pool_is_waited_for_no_longer_than_any_other(acts: ServerA
             if released is not None:
                 await released
         await outbox.executor.execute(Emit((2,)))
-        await acts.comes_to_rest(pool)
+        await acts.becomes_idle(pool)
         await outbox.close()
 
 
-async def test_closing_an_outbox_ends_even_if_a_transaction_never_does(sqlite_url: str) -> None:
+async def test_closing_an_outbox_finishes_even_if_a_transaction_never_does(sqlite_url: str) -> None:
     outbox = Outbox(sqlite_url, namespace="app", settings=Settings(pool_timeout="100ms"))
     await outbox.migrate()
-    begun = asyncio.Event()
+    started = asyncio.Event()
 
     async def never_end(tx: Transaction) -> None:
         await tx.execute("CREATE TABLE never_made (n INT)")
-        begun.set()
+        started.set()
         await hang()
 
     task = asyncio.create_task(outbox.executor.execute(doing(never_end)))
-    await begun.wait()
+    await started.wait()
     async with asyncio.timeout(10):
         await outbox.close()
     assert "never_made" not in await Look(sqlite_url).tables()

@@ -1,4 +1,4 @@
-"""The search for events, on every database: newest first, by their cause, and with their notifications."""
+"""The search for events, on every database: newest first, by cause, and with their notifications."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def matches(search: Search, event: EventRow) -> bool:
     )
 
 
-async def test_each_matching_event_is_in_one_page_newest_first(repository: EventSearch, look: Look) -> None:
+async def test_each_matching_event_is_on_one_page_newest_first(repository: EventSearch, look: Look) -> None:
     chance = random.Random(3)
     events = list(generated(chance))
     await insert(look, events)
@@ -81,7 +81,7 @@ async def test_each_matching_event_is_in_one_page_newest_first(repository: Event
         assert found == expected, search
 
 
-async def test_each_action_is_in_one_page_by_its_newest_matching_event(repository: EventSearch, look: Look) -> None:
+async def test_each_action_is_on_one_page_by_its_newest_event(repository: EventSearch, look: Look) -> None:
     chance = random.Random(5)
     actions = [UUID(int=number) for number in range(1, 30)]
     large = UUID(int=99)  # with more events than a list shows, between those of all other actions
@@ -116,7 +116,7 @@ async def test_each_action_is_in_one_page_by_its_newest_matching_event(repositor
                 assert all((event.payload, event.headers) == (None, None) for event in row.events)
 
 
-async def test_large_documents_are_left_out_on_demand(repository: EventSearch, look: Look) -> None:
+async def test_large_documents_are_left_out_on_request(repository: EventSearch, look: Look) -> None:
     cause = EventRow(payload='{"a": 1}', action_params='{"b": 2}', headers='{"c": 3}')
     child = EventRow(payload='{"a": 1}', action_params='{"b": 2}', headers='{"c": 3}', causation_id=cause.id)
     await insert(look, [cause, child])
@@ -170,7 +170,7 @@ async def test_a_summary_has_the_columns_of_the_event(repository: EventSearch, l
     assert await repository.events("app", []) == []
 
 
-async def test_what_events_have_caused_comes_in_the_order_of_the_sequence(repository: EventSearch, look: Look) -> None:
+async def test_caused_events_come_in_sequence_order(repository: EventSearch, look: Look) -> None:
     first, second = EventRow(), EventRow()
     children = [EventRow(causation_id=(first if number % 2 else second).id) for number in range(8)]
     await insert(look, [first, second, *children, EventRow(causation_id=first.id, namespace="another"), EventRow()])
@@ -182,7 +182,7 @@ async def test_what_events_have_caused_comes_in_the_order_of_the_sequence(reposi
     assert await repository.caused_by("app", [], 100) == []
 
 
-async def test_the_notifications_of_events_come_by_event_and_handler(repository: EventSearch, look: Look) -> None:
+async def test_notifications_of_events_come_by_event_and_handler(repository: EventSearch, look: Look) -> None:
     rows = [Row(handler_name=name, event_id=event) for event in (uuid4(), uuid4(), uuid4()) for name in ("b", "a")]
     await insert(look, [*rows, rows[0].but(event_id=rows[0].event_id, namespace="another", handler_name="c")])
     events = [rows[0].event_id, rows[2].event_id]

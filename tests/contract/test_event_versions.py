@@ -1,4 +1,4 @@
-"""Versions of events: older rows are read as events of today, and rows of newer versions wait for newer code."""
+"""Event versions: older rows are decoded as the current version, and rows of newer versions wait for newer code."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ Seen = dict[str, list[Any]]
 
 
 def deploy(outbox: Outbox, version: int) -> Seen:
-    """Register handlers of every kind for the class of a version; the events that each gets."""
+    """Register handlers of every kind for the class of a version; return the events that each receives."""
     cls, seen = DEPLOYED[version - 1], Seen()
 
     def handler(name: str, **options: Any) -> None:
@@ -89,7 +89,7 @@ async def write_three(make_outbox: MakeOutbox, clock: MovableClock, **options: A
         await writer.close()
 
 
-async def test_rows_of_three_versions_come_as_events_of_today_to_every_kind_of_handler(
+async def test_rows_of_three_versions_arrive_in_todays_version_everywhere(
     make_outbox: MakeOutbox, clock: MovableClock, look: Look
 ) -> None:
     await write_three(make_outbox, clock, ordering_key="k", headers={"trace": "t"})
@@ -118,7 +118,7 @@ async def test_rows_of_three_versions_come_as_events_of_today_to_every_kind_of_h
     }
 
 
-async def test_rows_of_newer_versions_wait_without_an_attempt_until_the_newer_code_is_back(
+async def test_rows_of_newer_versions_wait_for_newer_code_without_an_attempt(
     make_outbox: MakeOutbox, clock: MovableClock
 ) -> None:
     await write_three(make_outbox, clock)
@@ -133,7 +133,9 @@ async def test_rows_of_newer_versions_wait_without_an_attempt_until_the_newer_co
     assert {row.attempts for row in waiting} == {0}
     assert len(waiting) == 2 * len(HANDLERS)
     assert (await rolled_back.admin.counts())["unroutable"] == 2 * len(HANDLERS)
-    assert "of version 3: the class here has version 1" in str([row.errors[-1]["message"] for row in waiting])
+    assert "of version 3: the class in this process has version 1" in str(
+        [row.errors[-1]["message"] for row in waiting]
+    )
     again = await rolled_back.drain()
     assert (again.succeeded, again.failed) == (0, 0)
     assert {len(row.errors) for row in await rolled_back.admin.list("PENDING")} == {1}, "the rows were read again"
@@ -154,7 +156,7 @@ async def test_rows_of_newer_versions_wait_without_an_attempt_until_the_newer_co
     assert {row.attempts for row in await newest.admin.list()} == {1}
 
 
-async def test_rows_behind_a_row_of_a_newer_version_keep_the_order_of_their_key(
+async def test_rows_behind_a_newer_version_keep_the_order_of_their_key(
     make_outbox: MakeOutbox, clock: MovableClock
 ) -> None:
     rolled_back = await make_outbox(clock=clock)
@@ -200,9 +202,7 @@ async def test_rows_of_newer_versions_expire_by_retention(make_outbox: MakeOutbo
     assert numbers == [2]
 
 
-async def test_many_rows_of_a_newer_version_do_not_hold_up_the_rest(
-    make_outbox: MakeOutbox, clock: MovableClock
-) -> None:
+async def test_many_rows_of_a_newer_version_do_not_block_others(make_outbox: MakeOutbox, clock: MovableClock) -> None:
     outbox = await make_outbox(clock=clock)
     seen = 0
 
@@ -228,7 +228,7 @@ async def test_many_rows_of_a_newer_version_do_not_hold_up_the_rest(
 async def ignore(envelope: Any) -> None: ...
 
 
-async def test_newer_code_finds_the_rows_beside_running_and_an_operator_may_replay_them(
+async def test_newer_code_finds_deferred_rows_which_operators_may_replay(
     make_outbox: MakeOutbox,
 ) -> None:
     old = await make_outbox()
@@ -255,9 +255,7 @@ async def was_read_twice(outbox: Outbox) -> bool:
     return len((await outbox.admin.list())[0].errors) == 2
 
 
-async def test_a_handler_that_decodes_nothing_gets_rows_of_any_version(
-    make_outbox: MakeOutbox, clock: MovableClock
-) -> None:
+async def test_a_raw_handler_gets_rows_of_any_version(make_outbox: MakeOutbox, clock: MovableClock) -> None:
     outbox = await make_outbox(clock=clock)
     seen: list[Any] = []
 

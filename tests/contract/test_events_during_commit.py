@@ -1,4 +1,4 @@
-"""Events that listeners emit while a session commits, and events around savepoints: written, or the commit fails."""
+"""Events emitted by listeners during a commit, and events around savepoints: they are written, or the commit fails."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def maker(outbox: Outbox, database_url: str) -> AsyncIterator[Maker]:
 
 @contextmanager
 def once(hook: str, work: Work, **options: Any) -> Generator[None]:
-    """Do ``work`` the first time that SQLAlchemy calls the listener."""
+    """Do ``work`` when SQLAlchemy first calls the listener."""
     waiting = [work]
 
     def listener(session: Session, *_: object) -> None:
@@ -64,9 +64,7 @@ async def orders(look: Look) -> list[int]:
 
 
 @pytest.mark.parametrize("hook", HOOKS)
-async def test_the_first_bind_may_be_in_a_listener_of_the_commit(
-    outbox: Outbox, look: Look, maker: Maker, hook: str
-) -> None:
+async def test_the_first_bind_may_be_in_a_commit_listener(outbox: Outbox, look: Look, maker: Maker, hook: str) -> None:
     with once(hook, lambda session: outbox.bind(async_session(session)).emit(Noted("a"))):  # type: ignore[arg-type]
         async with maker.begin() as session:
             session.add(Order(id=1))
@@ -75,7 +73,7 @@ async def test_the_first_bind_may_be_in_a_listener_of_the_commit(
 
 @pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize("is_bound", [True, False])
-async def test_the_first_event_may_be_raised_in_a_listener_of_the_commit(
+async def test_the_first_event_may_be_raised_in_a_commit_listener(
     outbox: Outbox, look: Look, maker: Maker, hook: str, is_bound: bool
 ) -> None:
     async with maker.begin() as session:
@@ -94,7 +92,7 @@ async def test_the_first_event_may_be_raised_in_a_listener_of_the_commit(
     assert (await orders(look), await notes(look)) == (([1, 2], ["a"]) if is_bound else ([1], []))
 
 
-async def test_an_object_added_by_a_listener_brings_its_events(outbox: Outbox, look: Look, maker: Maker) -> None:
+async def test_events_of_an_object_added_by_a_listener_are_written(outbox: Outbox, look: Look, maker: Maker) -> None:
     async with maker.begin() as session:
         session.add(Order(id=1))
     async with maker() as session:
@@ -107,7 +105,7 @@ async def test_an_object_added_by_a_listener_brings_its_events(outbox: Outbox, l
     assert await notes(look) == ["a"]
 
 
-async def test_listeners_may_emit_in_savepoints_of_their_own(outbox: Outbox, look: Look, maker: Maker) -> None:
+async def test_listeners_may_emit_in_their_own_savepoints(outbox: Outbox, look: Look, maker: Maker) -> None:
     def work(session: Session) -> None:
         emit = outbox.bind(async_session(session)).emit  # type: ignore[arg-type]
         for kept in (True, False):
@@ -130,7 +128,7 @@ async def test_listeners_may_emit_in_savepoints_of_their_own(outbox: Outbox, loo
 
 
 @pytest.mark.parametrize("who", ["another task", "a coroutine of a listener"])
-async def test_emit_beside_a_running_commit_is_refused(outbox: Outbox, look: Look, maker: Maker, who: str) -> None:
+async def test_emitting_during_a_running_commit_is_refused(outbox: Outbox, look: Look, maker: Maker, who: str) -> None:
     async def emit() -> None:
         outbox.bind(session).emit(Noted("too late"))
 
@@ -147,8 +145,8 @@ async def test_emit_beside_a_running_commit_is_refused(outbox: Outbox, look: Loo
     assert (await orders(look), await notes(look)) == ([1], ["after the refused commit"])
 
 
-async def test_a_commit_that_failed_may_be_repeated(outbox: Outbox, look: Look, maker: Maker) -> None:
-    """Of two actions, the first is written before the commit fails."""
+async def test_a_failed_commit_may_be_repeated(outbox: Outbox, look: Look, maker: Maker) -> None:
+    """The first of two actions is written before the commit fails."""
     write, names = outbox.executor.write, list[str]()
 
     async def fails_once(*args: Any) -> None:
@@ -184,8 +182,8 @@ async def test_events_emitted_after_a_refused_commit_are_written_once(outbox: Ou
     assert await notes(look) == ["before", "outside"]
 
 
-async def test_a_savepoint_takes_no_event_from_outside(outbox: Outbox, look: Look, maker: Maker) -> None:
-    """Releasing an outer savepoint releases an inner one too, which SQLAlchemy announces as it announces a COMMIT."""
+async def test_a_savepoint_rollback_drops_no_event_emitted_outside(outbox: Outbox, look: Look, maker: Maker) -> None:
+    """Releasing an outer savepoint also releases an inner one, which SQLAlchemy reports like a COMMIT."""
     async with maker() as session:
         emit = outbox.bind(session).emit
         outer = await session.begin_nested()
@@ -200,7 +198,7 @@ async def test_a_savepoint_takes_no_event_from_outside(outbox: Outbox, look: Loo
     assert await notes(look) == ["released", "outside"]
 
 
-async def test_a_commit_that_rolls_back_an_open_savepoint_keeps_the_rest(
+async def test_a_commit_that_rolls_back_an_open_savepoint_keeps_other_events(
     outbox: Outbox, look: Look, maker: Maker
 ) -> None:
     def roll_back(session: Session) -> None:
@@ -216,7 +214,7 @@ async def test_a_commit_that_rolls_back_an_open_savepoint_keeps_the_rest(
     assert await notes(look) == ["outside"]
 
 
-async def test_statements_of_the_connection_are_inside_the_savepoint(outbox: Outbox, look: Look, maker: Maker) -> None:
+async def test_statements_on_the_connection_are_inside_the_savepoint(outbox: Outbox, look: Look, maker: Maker) -> None:
     async with maker.begin() as session:
         outbox.bind(session).emit(Noted("outside"))
         connection = await session.connection()
@@ -227,10 +225,10 @@ async def test_statements_of_the_connection_are_inside_the_savepoint(outbox: Out
     assert (await orders(look), await notes(look)) == ([], ["outside"])
 
 
-async def test_rows_of_a_released_savepoint_are_rolled_back_with_the_session(
+async def test_rows_of_a_released_savepoint_roll_back_with_the_session(
     outbox: Outbox, look: Look, maker: Maker
 ) -> None:
-    """The driver of SQLite sends no BEGIN before a SAVEPOINT, and then RELEASE commits."""
+    """The driver of SQLite sends no BEGIN before a SAVEPOINT, so RELEASE commits."""
     async with maker() as session:
         emit = outbox.bind(session).emit
         async with session.begin_nested():
@@ -240,9 +238,7 @@ async def test_rows_of_a_released_savepoint_are_rolled_back_with_the_session(
     assert (await orders(look), await notes(look)) == ([], [])
 
 
-async def test_a_savepoint_that_cannot_begin_leaves_the_session_as_it_was(
-    outbox: Outbox, look: Look, maker: Maker
-) -> None:
+async def test_a_failed_savepoint_leaves_the_session_unchanged(outbox: Outbox, look: Look, maker: Maker) -> None:
     async with maker() as session:
         outbox.bind(session).emit(Noted("a"))
 
@@ -260,10 +256,8 @@ async def test_a_savepoint_that_cannot_begin_leaves_the_session_as_it_was(
     assert await notes(look) == ["a", "b"]
 
 
-async def test_a_listener_of_the_end_may_emit_for_the_next_transaction(
-    outbox: Outbox, look: Look, maker: Maker
-) -> None:
-    """Even a listener that comes before those of outboxio."""
+async def test_an_end_listener_may_emit_for_the_next_transaction(outbox: Outbox, look: Look, maker: Maker) -> None:
+    """Even a listener that runs before those of outboxio."""
 
     def emit(session: Session) -> None:
         outbox.bind(async_session(session)).emit(Noted("next"))  # type: ignore[arg-type]
@@ -276,7 +270,7 @@ async def test_a_listener_of_the_end_may_emit_for_the_next_transaction(
     assert await notes(look) == ["next"]
 
 
-async def test_a_listener_may_emit_in_a_savepoint_that_begins(outbox: Outbox, look: Look, maker: Maker) -> None:
+async def test_a_listener_may_emit_in_a_starting_savepoint(outbox: Outbox, look: Look, maker: Maker) -> None:
     def emit(session: Session) -> None:
         outbox.bind(async_session(session)).emit(Noted("inside"))  # type: ignore[arg-type]
 
@@ -289,7 +283,7 @@ async def test_a_listener_may_emit_in_a_savepoint_that_begins(outbox: Outbox, lo
     assert await notes(look) == ["outside"]
 
 
-async def test_a_listener_that_emits_in_a_flush_may_fail(outbox: Outbox, look: Look, maker: Maker) -> None:
+async def test_a_listener_that_emits_during_a_flush_may_fail(outbox: Outbox, look: Look, maker: Maker) -> None:
     def fail(session: Session) -> None:
         outbox.bind(async_session(session)).emit(Noted("lost with the flush"))  # type: ignore[arg-type]
         raise RuntimeError
@@ -305,7 +299,7 @@ async def test_a_listener_that_emits_in_a_flush_may_fail(outbox: Outbox, look: L
 
 
 async def test_events_raised_before_a_savepoint_survive_its_rollback(outbox: Outbox, look: Look, maker: Maker) -> None:
-    """Also if the savepoint is of a listener of the flush, so that no flush comes before."""
+    """Also if a listener of the flush starts the savepoint, so that no flush precedes it."""
     async with maker.begin() as session:
         session.add(Order(id=1))
     async with maker() as session:
@@ -325,10 +319,8 @@ async def test_events_raised_before_a_savepoint_survive_its_rollback(outbox: Out
     assert await notes(look) == ["outside"]
 
 
-async def test_a_savepoint_that_sqlalchemy_has_forgotten_keeps_no_event_back(
-    outbox: Outbox, look: Look, maker: Maker
-) -> None:
-    """SQLAlchemy flushes before a savepoint begins, and loses a savepoint that a listener of this flush leaves open."""
+async def test_a_savepoint_lost_by_sqlalchemy_loses_no_event(outbox: Outbox, look: Look, maker: Maker) -> None:
+    """SQLAlchemy flushes before it starts a savepoint, and loses a savepoint that a listener leaves open."""
     async with maker() as session:
         outbox.bind(session).emit(Noted("a"))
         session.add(Order(id=1))
@@ -341,7 +333,7 @@ async def test_a_savepoint_that_sqlalchemy_has_forgotten_keeps_no_event_back(
 
 @pytest.mark.not_on("postgres", "mysql", "mariadb", why="SQLAlchemy ends these savepoints in an order that they refuse")
 @pytest.mark.filterwarnings("ignore:nested transaction already deassociated")
-async def test_a_release_keeps_events_of_savepoints_left_open_within(look: Look, maker: Maker) -> None:
+async def test_a_release_keeps_events_of_inner_open_savepoints(look: Look, maker: Maker) -> None:
     async with Outbox(maker, namespace="app") as outbox, outbox.transaction("Note") as tx:
 
         def work(session: Session) -> None:

@@ -1,4 +1,4 @@
-"""An execution is a single transaction: rows and events together, or neither; each row has the whole context."""
+"""An execution is a single transaction: rows and events are committed together, and each row has the whole context."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class InsufficientFunds(Exception):
 
 
 class Transfer(Action):
-    """Moves money from one wallet to a second wallet, and finds out late that there was not enough."""
+    """Moves money from one wallet to another, and detects only late that there was not enough."""
 
     source: str
     target: str
@@ -76,10 +76,10 @@ class Transfer(Action):
         return int(left)
 
 
-# --- together or not at all --------------------------------------------------------------------
+# --- atomicity ---------------------------------------------------------------------------------
 
 
-async def test_own_rows_and_events_are_committed_together(outbox: Outbox, look: Look) -> None:
+async def test_application_rows_and_events_are_committed_together(outbox: Outbox, look: Look) -> None:
     wallet_id = uuid4()
 
     assert await outbox.executor.execute(OpenWallet(wallet_id)) == wallet_id
@@ -88,18 +88,18 @@ async def test_own_rows_and_events_are_committed_together(outbox: Outbox, look: 
     assert [row["event_type"] for row in await written(look)] == ["WalletOpened"]
 
 
-async def test_nothing_is_seen_from_outside_before_the_commit(outbox: Outbox, look: Look) -> None:
-    async def look_around(tx: Transaction) -> None:
+async def test_nothing_is_visible_outside_before_the_commit(outbox: Outbox, look: Look) -> None:
+    async def read_from_outside(tx: Transaction) -> None:
         await add_wallet(tx)
         tx.emit(WalletOpened(uuid4()))
         assert await balances(look) == []
         assert await written(look) == []
         assert await tx.fetchval("SELECT count(*) FROM wallets") == 1
 
-    await outbox.executor.execute(doing(look_around))
+    await outbox.executor.execute(doing(read_from_outside))
 
 
-async def test_a_refused_transfer_leaves_nothing(outbox: Outbox, look: Look) -> None:
+async def test_a_refused_transfer_writes_nothing(outbox: Outbox, look: Look) -> None:
     async with outbox.transaction("Setup") as tx:
         await add_wallet(tx, "ada", 10)
         await add_wallet(tx, "bob", 0)
@@ -114,7 +114,7 @@ async def test_a_refused_transfer_leaves_nothing(outbox: Outbox, look: Look) -> 
     assert await balances(look) == [0, 10]
 
 
-async def test_what_perform_raises_comes_out_untouched(outbox: Outbox, look: Look) -> None:
+async def test_exceptions_of_perform_pass_through_unchanged(outbox: Outbox, look: Look) -> None:
     error = InsufficientFunds("ada")
 
     async def fail(tx: Transaction) -> None:
@@ -135,7 +135,7 @@ async def test_what_perform_raises_comes_out_untouched(outbox: Outbox, look: Loo
     assert await written(look) == []
 
 
-async def test_even_an_exception_that_is_no_error_rolls_back(outbox: Outbox, look: Look) -> None:
+async def test_a_base_exception_rolls_back_too(outbox: Outbox, look: Look) -> None:
     class Stop(BaseException):
         pass
 
@@ -149,7 +149,7 @@ async def test_even_an_exception_that_is_no_error_rolls_back(outbox: Outbox, loo
 
 
 @needs_asyncpg
-async def test_a_failed_statement_fails_the_action_with_the_drivers_own_error(outbox: Outbox, look: Look) -> None:
+async def test_a_failed_statement_raises_the_drivers_error(outbox: Outbox, look: Look) -> None:
     async def twice(tx: Transaction) -> None:
         await add_wallet(tx)
         await add_wallet(tx)
@@ -161,7 +161,7 @@ async def test_a_failed_statement_fails_the_action_with_the_drivers_own_error(ou
     assert await balances(look) == []
 
 
-async def test_an_action_that_failed_does_not_disturb_the_next(outbox: Outbox, look: Look) -> None:
+async def test_a_failed_action_does_not_disturb_the_next(outbox: Outbox, look: Look) -> None:
     async def fail(tx: Transaction) -> None:
         await tx.execute("SELECT * FROM no_such_table")
 
@@ -183,10 +183,10 @@ async def test_concurrent_executions_all_commit(outbox: Outbox, look: Look) -> N
     assert len({row["action_id"] for row in await written(look)}) == 51
 
 
-# --- what a row says -----------------------------------------------------------------------------
+# --- the columns of a row ------------------------------------------------------------------------
 
 
-async def test_each_row_holds_the_whole_context_of_its_action(outbox: Outbox, look: Look, clock: MovableClock) -> None:
+async def test_each_row_has_the_whole_context_of_its_action(outbox: Outbox, look: Look, clock: MovableClock) -> None:
     wallet_id, other = uuid4(), uuid4()
 
     class Work(Action):
@@ -263,7 +263,7 @@ async def test_an_action_emits_events_of_several_types(outbox: Outbox, look: Loo
     assert len({row["action_id"] for row in rows}) == 1
 
 
-async def test_every_execution_has_an_action_id_of_its_own(outbox: Outbox, look: Look) -> None:
+async def test_every_execution_has_its_own_action_id(outbox: Outbox, look: Look) -> None:
     action = Emit((1, 2))
     await outbox.executor.execute(action)
     await outbox.executor.execute(action)
@@ -273,7 +273,7 @@ async def test_every_execution_has_an_action_id_of_its_own(outbox: Outbox, look:
     assert {i.version for i in ids} == {7}
 
 
-async def test_rows_are_numbered_and_their_ids_sort_in_the_order_of_emission(outbox: Outbox, look: Look) -> None:
+async def test_rows_are_numbered_and_ids_sort_in_emission_order(outbox: Outbox, look: Look) -> None:
     await outbox.executor.execute(Emit(tuple(range(20))))
     await outbox.executor.execute(Emit(tuple(range(20, 40))))
 
@@ -284,9 +284,9 @@ async def test_rows_are_numbered_and_their_ids_sort_in_the_order_of_emission(out
     assert [row["sequence"] for row in rows] == sorted({row["sequence"] for row in rows})
 
 
-async def test_dates_are_naive_utc_with_microseconds_by_the_outboxs_clock(make_outbox: MakeOutbox, look: Look) -> None:
-    moments = iter([datetime(2030, 1, 1, 14, 0, 0, 1, timezone(timedelta(hours=2))), datetime(2030, 1, 1, 12, 0, 1, 2)])
-    outbox = await make_outbox(clock=lambda: next(moments))
+async def test_dates_are_naive_utc_with_microseconds_of_the_outboxs_clock(make_outbox: MakeOutbox, look: Look) -> None:
+    times = iter([datetime(2030, 1, 1, 14, 0, 0, 1, timezone(timedelta(hours=2))), datetime(2030, 1, 1, 12, 0, 1, 2)])
+    outbox = await make_outbox(clock=lambda: next(times))
 
     async def note(tx: Transaction) -> None:
         assert tx.now == datetime(2030, 1, 1, 12, 0, 0, 1)
@@ -300,7 +300,7 @@ async def test_dates_are_naive_utc_with_microseconds_by_the_outboxs_clock(make_o
     assert row["available_at"] == datetime(2030, 1, 1, 22)
 
 
-async def test_without_a_clock_rows_are_dated_now(make_outbox: MakeOutbox, look: Look) -> None:
+async def test_without_a_clock_rows_have_the_current_time(make_outbox: MakeOutbox, look: Look) -> None:
     outbox = await make_outbox()
     before = datetime.now(UTC).replace(tzinfo=None)
     await outbox.executor.execute(Emit((1,)))
@@ -310,7 +310,7 @@ async def test_without_a_clock_rows_are_dated_now(make_outbox: MakeOutbox, look:
     assert timedelta(0) <= row["completion_date"] - row["started_date"] < timedelta(minutes=1)
 
 
-async def test_an_action_that_emits_nothing_leaves_one_sentinel_row(outbox: Outbox, look: Look) -> None:
+async def test_an_action_without_events_leaves_one_sentinel_row(outbox: Outbox, look: Look) -> None:
     wallet = UUID(int=5)
 
     class Quiet(Action):
@@ -327,7 +327,7 @@ async def test_an_action_that_emits_nothing_leaves_one_sentinel_row(outbox: Outb
     assert (row["event_date"], row["delivered"], row["correlation_id"]) == (NOON, False, "c")
 
 
-async def test_sentinel_rows_can_be_turned_off(make_outbox: MakeOutbox, look: Look) -> None:
+async def test_sentinel_rows_can_be_disabled(make_outbox: MakeOutbox, look: Look) -> None:
     outbox = await make_outbox(settings=Settings(record_empty_actions=False))
     await look.fetch("CREATE TABLE own (id INT)")
     async with outbox.transaction("Fill") as tx:
@@ -338,7 +338,7 @@ async def test_sentinel_rows_can_be_turned_off(make_outbox: MakeOutbox, look: Lo
     assert [row["action_name"] for row in await written(look)] == ["Emit"]
 
 
-async def test_values_are_stored_as_msgspec_encodes_them_and_come_back(outbox: Outbox, look: Look) -> None:
+async def test_values_are_stored_as_msgspec_encodes_them_and_read_back(outbox: Outbox, look: Look) -> None:
     event = Everything(
         UUID(int=1), Decimal("1.10"), NOON, Colour.RED, b"\x00\xff", Part(0.1, ("a", "b")),
         {"x": None, "é": Part(1, ())}, 'quotes " and \\ and \\u0000 and emoji 😀', 2**62,
@@ -353,7 +353,7 @@ async def test_values_are_stored_as_msgspec_encodes_them_and_come_back(outbox: O
     assert row["payload"]["at"] == "2030-01-01T12:00:00"
 
 
-async def test_type_name_is_stored_in_place_of_the_class_name(outbox: Outbox, look: Look) -> None:
+async def test_type_name_replaces_the_stored_class_name(outbox: Outbox, look: Look) -> None:
     class RenamedEvent(Event, type_name="OldEvent"):
         pass
 
@@ -384,10 +384,10 @@ async def test_all_events_of_an_action_are_found_by_its_id(outbox: Outbox, look:
     assert await look.value("SELECT count(*) FROM {events} WHERE action_id = $1", look.id(action_id)) == 3
 
 
-# --- what an action has at hand --------------------------------------------------------------------
+# --- what an action can use ------------------------------------------------------------------------
 
 
-async def test_tx_knows_its_resources_its_action_and_its_shard(make_outbox: MakeOutbox) -> None:
+async def test_tx_provides_its_resources_action_and_shard(make_outbox: MakeOutbox) -> None:
     resources = object()
     outbox = await make_outbox(resources=resources, clock=lambda: NOON)
 
@@ -412,14 +412,14 @@ async def test_perform_sees_its_own_parameters(outbox: Outbox) -> None:
 
 
 async def test_only_an_action_can_be_executed(outbox: Outbox, look: Look) -> None:
-    with pytest.raises(InvalidEvent, match=r"'deposit' is no Action; define its class as `class X\(Action\)`"):
+    with pytest.raises(InvalidEvent, match=r"'deposit' is not an Action; define its class as `class X\(Action\)`"):
         await outbox.executor.execute("deposit")  # type: ignore[arg-type]
-    with pytest.raises(InvalidEvent, match="is no Action"):
+    with pytest.raises(InvalidEvent, match="is not an Action"):
         await outbox.executor.execute(Emit)  # type: ignore[arg-type]
     assert await written(look) == []
 
 
-async def test_an_action_without_an_async_perform_says_so(outbox: Outbox, look: Look) -> None:
+async def test_an_action_without_an_async_perform_is_refused(outbox: Outbox, look: Look) -> None:
     class Unfinished(Action):
         pass
 
@@ -429,7 +429,7 @@ async def test_an_action_without_an_async_perform_says_so(outbox: Outbox, look: 
 
     with pytest.raises(TypeError, match="Unfinished has no perform method"):
         await outbox.executor.execute(Unfinished())
-    with pytest.raises(TypeError, match="perform of Blocking is no async method: write `async def perform"):
+    with pytest.raises(TypeError, match="perform of Blocking is not an async method: write `async def perform"):
         await outbox.executor.execute(Blocking())
     assert await written(look) == []
 
@@ -471,9 +471,7 @@ async def test_a_transaction_block_may_be_left_early(outbox: Outbox, look: Look)
 # --- shards --------------------------------------------------------------------------------------------
 
 
-async def test_an_action_runs_on_the_shard_that_is_named_and_else_on_the_first(
-    database_url: str, second_url: str
-) -> None:
+async def test_an_action_runs_on_the_named_or_the_first_shard(database_url: str, second_url: str) -> None:
     async with opened(Outbox({"first": database_url, "second": second_url}, namespace="app")) as outbox:
 
         async def where(tx: Transaction) -> str:
@@ -488,7 +486,7 @@ async def test_an_action_runs_on_the_shard_that_is_named_and_else_on_the_first(
         assert [row["model_id"] for row in await written(Look(second_url))] == ["second", None]
 
 
-async def test_a_failure_on_one_shard_leaves_the_other_alone(database_url: str, second_url: str) -> None:
+async def test_a_failure_on_one_shard_does_not_affect_another(database_url: str, second_url: str) -> None:
     async with opened(Outbox({"first": database_url, "second": second_url}, namespace="app")) as outbox:
 
         async def fail(tx: Transaction) -> None:
@@ -511,7 +509,7 @@ async def test_an_unknown_shard_is_refused_by_name(outbox: Outbox, look: Look) -
     assert await written(look) == []
 
 
-# --- one inside the other ------------------------------------------------------------------------------
+# --- nested actions ------------------------------------------------------------------------------------
 
 
 async def test_execute_inside_perform_is_refused_with_advice(outbox: Outbox, look: Look) -> None:
@@ -538,7 +536,7 @@ async def test_execute_inside_perform_is_refused_from_a_child_task_too(outbox: O
     assert [row["event_type"] for row in await written(look)] == ["WalletOpened"]
 
 
-async def test_a_task_that_perform_started_may_execute_once_the_action_has_ended(outbox: Outbox, look: Look) -> None:
+async def test_a_task_started_by_perform_may_execute_after_the_action(outbox: Outbox, look: Look) -> None:
     committed = asyncio.Event()
 
     async def later() -> None:
@@ -554,7 +552,7 @@ async def test_a_task_that_perform_started_may_execute_once_the_action_has_ended
     assert [row["action_name"] for row in await written(look)] == ["Scripted", "Emit"]
 
 
-async def test_one_action_after_the_other_is_no_nesting(outbox: Outbox, look: Look) -> None:
+async def test_one_action_after_another_is_not_nested(outbox: Outbox, look: Look) -> None:
     async with outbox.transaction("First"):
         pass
     await outbox.executor.execute(Emit((1,)))
@@ -568,7 +566,7 @@ async def test_one_action_after_the_other_is_no_nesting(outbox: Outbox, look: Lo
 # --- chains ----------------------------------------------------------------------------------------------
 
 
-async def test_what_a_handler_executes_is_caused_by_its_event(outbox: Outbox, look: Look) -> None:
+async def test_an_action_executed_by_a_handler_is_caused_by_its_event(outbox: Outbox, look: Look) -> None:
     @outbox.handler(MoneyDeposited, name="chains")
     async def chains(envelope: EventEnvelope[MoneyDeposited]) -> None:
         await envelope.execute(OpenWallet(envelope.event.wallet_id))
@@ -587,7 +585,7 @@ async def test_what_a_handler_executes_is_caused_by_its_event(outbox: Outbox, lo
     assert len({row["action_id"] for row in [cause, *caused]}) == 4
 
 
-async def test_what_is_executed_outside_of_handlers_has_no_cause(outbox: Outbox, look: Look) -> None:
+async def test_actions_executed_outside_handlers_have_no_cause(outbox: Outbox, look: Look) -> None:
     @outbox.handler(MoneyDeposited, name="quiet")
     async def quiet(envelope: EventEnvelope[Any]) -> None:
         pass

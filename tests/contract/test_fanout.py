@@ -1,4 +1,4 @@
-"""From events to notifications, on every database."""
+"""Fan-out: from events to notifications, on every database."""
 
 from __future__ import annotations
 
@@ -55,15 +55,15 @@ async def emit(outbox: Outbox, *events: Event, **options: Any) -> None:
             tx.emit(event, **options)
 
 
-async def owed(outbox: Outbox) -> list[tuple[str, str]]:
-    """Which handler is owed which event."""
+async def notified(outbox: Outbox) -> list[tuple[str, str]]:
+    """The handler name and event type of each notification."""
     return sorted((record.handler_name, record.event_type) for record in await outbox.admin.list())
 
 
 # --- events without a handler --------------------------------------------------------------------
 
 
-async def test_an_event_without_a_subscriber_waits_until_a_handler_for_it_is_deployed(
+async def test_an_event_without_a_subscriber_waits_for_one(
     outbox: Outbox, make_outbox: MakeOutbox, clock: MovableClock, look: Look
 ) -> None:
     await outbox.executor.execute(Emit((1, 2)))
@@ -94,7 +94,7 @@ async def test_the_sentinel_of_an_action_without_events_is_never_touched(outbox:
     assert (await outbox.admin.counts())["undelivered"] == 0
 
 
-# --- what a notification says --------------------------------------------------------------------
+# --- the columns of a notification ---------------------------------------------------------------
 
 
 async def test_a_notification_carries_the_whole_context_of_its_event(
@@ -120,17 +120,21 @@ async def test_a_notification_carries_the_whole_context_of_its_event(
     assert {notification[column] for column in ("model_id", "correlation_id")} == {"w-1", "request-7"}
 
 
-async def test_a_new_notification_is_pending_and_due_from_its_fan_out(outbox: Outbox, clock: MovableClock) -> None:
+async def test_a_new_notification_is_pending_and_due_at_once(outbox: Outbox, clock: MovableClock) -> None:
     outbox.handler(MoneyDeposited, name="first")(Journal())
     await outbox.executor.execute(Emit((1,)))
-    moment = clock.advance("1m")
+    fanned_out_at = clock.advance("1m")
 
     async with outbox.running(handling=False):
         await eventually(outbox.admin.list)
 
     (record,) = await outbox.admin.list()
     assert (record.state, record.attempts, record.errors) == ("PENDING", 0, [])
-    assert (record.next_retry_at, record.created_date, record.retention_from) == (moment, moment, moment)
+    assert (record.next_retry_at, record.created_date, record.retention_from) == (
+        fanned_out_at,
+        fanned_out_at,
+        fanned_out_at,
+    )
 
 
 async def test_available_at_delays_handlers_and_their_retention(outbox: Outbox, clock: MovableClock) -> None:
@@ -148,7 +152,7 @@ async def test_available_at_delays_handlers_and_their_retention(outbox: Outbox, 
     assert journal.amounts == [1]
 
 
-async def test_an_available_at_in_the_past_is_as_good_as_none(outbox: Outbox, clock: MovableClock) -> None:
+async def test_a_past_available_at_has_no_effect(outbox: Outbox, clock: MovableClock) -> None:
     outbox.handler(MoneyDeposited, name="first")(Journal())
     await emit(outbox, MoneyDeposited(uuid4(), Decimal(1)), available_at=clock.now() - timedelta(days=30))
 
@@ -158,10 +162,10 @@ async def test_an_available_at_in_the_past_is_as_good_as_none(outbox: Outbox, cl
     assert (record.next_retry_at, record.retention_from) == (clock.now(), clock.now())
 
 
-# --- who gets what -------------------------------------------------------------------------------
+# --- which handlers get an event -----------------------------------------------------------------
 
 
-async def test_a_handler_of_a_base_class_gets_its_subclasses(outbox: Outbox) -> None:
+async def test_a_handler_of_a_base_class_gets_events_of_subclasses(outbox: Outbox) -> None:
     journal = Journal()
     outbox.handler(Payment, name="payments")(journal)
 
@@ -174,7 +178,7 @@ async def test_a_handler_of_a_base_class_gets_its_subclasses(outbox: Outbox) -> 
     ]
 
 
-async def test_a_handler_that_is_matched_twice_gets_one_notification(
+async def test_a_handler_matched_twice_gets_one_notification(
     outbox: Outbox, make_outbox: MakeOutbox, clock: MovableClock
 ) -> None:
     outbox.handler(Payment, CardPayment, name="payments")(Journal())
@@ -185,10 +189,10 @@ async def test_a_handler_that_is_matched_twice_gets_one_notification(
     await emit(outbox, CardPayment(Decimal(2), "visa"), topic="money")
     await outbox.drain()
 
-    assert await owed(outbox) == [("payments", "CardPayment")]
+    assert await notified(outbox) == [("payments", "CardPayment")]
 
 
-async def test_a_topic_handler_gets_what_is_emitted_on_its_topic(outbox: Outbox) -> None:
+async def test_a_topic_handler_gets_events_emitted_on_its_topic(outbox: Outbox) -> None:
     journal = Journal()
     outbox.handler(name="auditor", topic="audit")(journal)
     await emit(outbox, CashPayment(Decimal(1)), topic="audit")
@@ -201,7 +205,7 @@ async def test_a_topic_handler_gets_what_is_emitted_on_its_topic(outbox: Outbox)
     assert (await outbox.admin.counts())["undelivered"] == 2
 
 
-async def test_an_event_on_a_topic_reaches_the_handlers_of_its_type_as_well(outbox: Outbox) -> None:
+async def test_an_event_on_a_topic_also_reaches_handlers_of_its_type(outbox: Outbox) -> None:
     by_topic, by_type = Journal(), Journal()
     outbox.handler(name="by-topic", topic="audit")(by_topic)
     outbox.handler(CashPayment, name="by-type")(by_type)
@@ -213,7 +217,7 @@ async def test_an_event_on_a_topic_reaches_the_handlers_of_its_type_as_well(outb
     assert len(by_topic) == len(by_type) == 1
 
 
-async def test_an_empty_topic_is_nobodys_topic(outbox: Outbox, look: Look) -> None:
+async def test_an_empty_topic_has_no_subscribers(outbox: Outbox, look: Look) -> None:
     outbox.handler(CashPayment, name="of-its-type")(Journal())
     outbox.handler(CardPayment, name="of-another-type")(Journal())
 
@@ -222,28 +226,28 @@ async def test_an_empty_topic_is_nobodys_topic(outbox: Outbox, look: Look) -> No
     await outbox.drain()
     await outbox.admin.backfill("of-another-type", since=_LONG_AGO)
 
-    assert await owed(outbox) == [("of-its-type", "CashPayment")]
+    assert await notified(outbox) == [("of-its-type", "CashPayment")]
 
 
-async def test_what_comes_on_a_topic_is_a_mapping_where_nobody_knows_its_class(
+async def test_an_unknown_type_on_a_topic_arrives_as_a_mapping(
     outbox: Outbox, make_outbox: MakeOutbox, clock: MovableClock
 ) -> None:
     known, unknown = Journal(), Journal()
     outbox.register(CashPayment)
     outbox.handler(name="known", topic="audit")(known)
-    stranger = await make_outbox(clock=clock)
-    stranger.handler(name="unknown", topic="audit")(unknown)
-    await stranger.drain()
+    without_class = await make_outbox(clock=clock)
+    without_class.handler(name="unknown", topic="audit")(unknown)
+    await without_class.drain()
 
     await emit(outbox, CashPayment(Decimal(1)), topic="audit")
     await outbox.drain()
-    await stranger.drain()
+    await without_class.drain()
 
     assert known.envelopes[0].event == CashPayment(Decimal(1))
     assert unknown.envelopes[0].event == {"amount": "1"}
 
 
-async def test_rows_under_an_old_type_name_reach_the_handler_of_the_renamed_class(
+async def test_rows_under_an_old_type_name_reach_the_renamed_class(
     outbox: Outbox, make_outbox: MakeOutbox, clock: MovableClock
 ) -> None:
     await emit(outbox, NamedBefore(7))
@@ -275,7 +279,7 @@ async def test_two_services_in_one_database_never_see_each_others_events(
     assert len(await outbox.admin.list()) == len(await other.admin.list()) == 1
 
 
-async def test_many_types_and_topics_get_through_small_batches(make_outbox: MakeOutbox) -> None:
+async def test_small_batches_reach_all_of_many_types_and_topics(make_outbox: MakeOutbox) -> None:
     outbox = await make_outbox(settings=Settings(fanout_batch_size=3, handling_batch_size=3))
     journal = Journal()
     classes = [type(f"Kind{i}", (Event,), {"__annotations__": {"number": int}}) for i in range(12)]
@@ -298,7 +302,7 @@ async def test_many_types_and_topics_get_through_small_batches(make_outbox: Make
 # --- instances with different handlers -----------------------------------------------------------
 
 
-async def test_the_handlers_of_another_instance_are_served_by_whoever_fans_out(
+async def test_handlers_of_another_instance_are_served_by_any_fan_out(
     outbox: Outbox, make_outbox: MakeOutbox, clock: MovableClock
 ) -> None:
     journal = Journal()
@@ -310,14 +314,12 @@ async def test_the_handlers_of_another_instance_are_served_by_whoever_fans_out(
     drained = await outbox.drain()
 
     assert (drained.fanned_out, drained.succeeded) == (1, 0)
-    assert await owed(outbox) == [("of-the-worker", "MoneyDeposited")]
+    assert await notified(outbox) == [("of-the-worker", "MoneyDeposited")]
     assert (await worker.drain()).succeeded == 1
 
 
-async def test_instances_that_begin_together_announce_the_same_handlers(make_outbox: MakeOutbox, look: Look) -> None:
-    """The instances write the same rows at the same moment: a deadlock in a deploy must not keep an instance from
-    starting.
-    """
+async def test_instances_that_start_together_announce_the_same_handlers(make_outbox: MakeOutbox, look: Look) -> None:
+    """The instances write the same rows at the same time: a deadlock must not prevent an instance from starting."""
     fleet = [await make_outbox() for _ in range(6)]
     announcing = [database_of(outbox).subscriptions for outbox in fleet]
     types = ("MoneyDeposited", "WalletOpened", "Payment")
@@ -330,7 +332,7 @@ async def test_instances_that_begin_together_announce_the_same_handlers(make_out
         assert await look.value("SELECT COUNT(*) FROM {subscriptions}") == len(handlers)
 
 
-async def test_a_fleet_that_is_down_for_an_hour_misses_nothing_while_another_fans_out_the_same_type(
+async def test_a_process_down_for_an_hour_misses_no_event(
     outbox: Outbox, make_outbox: MakeOutbox, clock: MovableClock
 ) -> None:
     of_web, of_worker = Journal(), Journal()
@@ -349,7 +351,7 @@ async def test_a_fleet_that_is_down_for_an_hour_misses_nothing_while_another_fan
     assert of_web.amounts == of_worker.amounts == [0, 20, 40]
 
 
-async def test_a_handler_that_nobody_has_seen_for_subscription_ttl_gets_nothing_more(
+async def test_a_handler_unseen_for_subscription_ttl_gets_nothing_more(
     outbox: Outbox, make_outbox: MakeOutbox, clock: MovableClock
 ) -> None:
     gone = await make_outbox(clock=clock)
@@ -359,7 +361,7 @@ async def test_a_handler_that_nobody_has_seen_for_subscription_ttl_gets_nothing_
     clock.advance("6d23h")
     await outbox.executor.execute(Emit((1,)))
     await outbox.drain()
-    assert await owed(outbox) == [("gone", "MoneyDeposited"), ("still-there", "MoneyDeposited")]
+    assert await notified(outbox) == [("gone", "MoneyDeposited"), ("still-there", "MoneyDeposited")]
 
     clock.advance("2h")
     await outbox.executor.execute(Emit((2,)))
@@ -369,7 +371,7 @@ async def test_a_handler_that_nobody_has_seen_for_subscription_ttl_gets_nothing_
     assert len(await outbox.admin.list(handler="still-there")) == 2
 
 
-async def test_a_running_instance_keeps_its_handlers_seen(make_outbox: MakeOutbox, clock: MovableClock) -> None:
+async def test_a_running_instance_keeps_its_handlers_alive(make_outbox: MakeOutbox, clock: MovableClock) -> None:
     outbox = await make_outbox(clock=clock)
     outbox.handler(MoneyDeposited, name="mine")(Journal())
     subscriptions = watch(outbox, "subscriptions")
@@ -379,7 +381,7 @@ async def test_a_running_instance_keeps_its_handlers_seen(make_outbox: MakeOutbo
         await eventually(lambda: subscriptions.count("announce") > announced)
 
 
-async def test_unsubscribe_takes_a_handler_out_at_once(
+async def test_unsubscribe_removes_a_handler_at_once(
     outbox: Outbox, make_outbox: MakeOutbox, clock: MovableClock
 ) -> None:
     gone = await make_outbox(clock=clock)
@@ -391,10 +393,10 @@ async def test_unsubscribe_takes_a_handler_out_at_once(
     await outbox.executor.execute(Emit((1,)))
     await outbox.drain()
 
-    assert await owed(outbox) == [("still-there", "MoneyDeposited")]
+    assert await notified(outbox) == [("still-there", "MoneyDeposited")]
 
 
-async def test_a_name_that_is_a_live_handlers_alias_gets_no_new_notifications(
+async def test_an_alias_of_a_live_handler_gets_no_new_notifications(
     outbox: Outbox, make_outbox: MakeOutbox, clock: MovableClock
 ) -> None:
     before = await make_outbox(clock=clock)
@@ -407,11 +409,11 @@ async def test_a_name_that_is_a_live_handlers_alias_gets_no_new_notifications(
     await outbox.drain()
     await before.drain()
 
-    assert await owed(outbox) == [("deposit-receipt", "MoneyDeposited")]
+    assert await notified(outbox) == [("deposit-receipt", "MoneyDeposited")]
     assert renamed.amounts == [1]
 
 
-async def test_drain_does_not_wait_for_events_that_only_a_renamed_handler_wanted(
+async def test_drain_does_not_wait_for_events_of_a_former_handler_name(
     outbox: Outbox, make_outbox: MakeOutbox, clock: MovableClock
 ) -> None:
     before = await make_outbox(clock=clock)
@@ -460,10 +462,10 @@ async def test_a_rolling_deploy_with_different_handlers_handles_every_event_once
     assert set(await look.states()) <= {"SUCCEEDED", "PENDING"}
 
 
-# --- a handler that comes later ------------------------------------------------------------------
+# --- handlers added later ------------------------------------------------------------------------
 
 
-async def test_a_handler_that_is_added_later_sees_events_from_then_on(outbox: Outbox) -> None:
+async def test_a_new_handler_gets_later_events(outbox: Outbox) -> None:
     outbox.handler(MoneyDeposited, name="first")(Journal())
     await outbox.executor.execute(Emit((1,)))
     await outbox.drain()
@@ -476,7 +478,7 @@ async def test_a_handler_that_is_added_later_sees_events_from_then_on(outbox: Ou
     assert journal.amounts == [2]
 
 
-async def test_backfill_gives_a_handler_the_history_that_it_lacks(outbox: Outbox, clock: MovableClock) -> None:
+async def test_backfill_gives_a_handler_its_missing_history(outbox: Outbox, clock: MovableClock) -> None:
     outbox.handler(MoneyDeposited, name="first")(Journal())
     for amount in (1, 2, 3):
         await outbox.executor.execute(Emit((amount,)))
@@ -495,7 +497,7 @@ async def test_backfill_gives_a_handler_the_history_that_it_lacks(outbox: Outbox
     assert [r.retention_from for r in await outbox.admin.list(handler="second")] == [clock.now()] * 3
 
 
-async def test_backfill_is_narrowed_down_by_types_and_never_goes_beyond_the_subscription(outbox: Outbox) -> None:
+async def test_backfill_is_filtered_by_type_and_limited_to_the_subscription(outbox: Outbox) -> None:
     outbox.handler(Event, name="everything")(Journal())
     journal = Journal()
     await emit(outbox, CashPayment(Decimal(1)), CardPayment(Decimal(2), "visa"), WalletOpened(uuid4()))
@@ -537,7 +539,7 @@ async def test_fanning_out_the_same_event_again_changes_nothing(outbox: Outbox, 
     assert (await outbox.admin.counts())["undelivered"] == 0
 
 
-async def test_what_a_crash_left_half_fanned_out_is_completed(outbox: Outbox, look: Look) -> None:
+async def test_a_fan_out_interrupted_by_a_crash_is_completed(outbox: Outbox, look: Look) -> None:
     first, second = Journal(), Journal()
     outbox.handler(MoneyDeposited, name="first")(first)
     outbox.handler(MoneyDeposited, name="second")(second)
@@ -551,7 +553,7 @@ async def test_what_a_crash_left_half_fanned_out_is_completed(outbox: Outbox, lo
     assert (first.amounts, second.amounts) == ([1], [1, 1])
 
 
-async def test_a_round_whose_answer_was_lost_is_repeated_without_harm(make_outbox: MakeOutbox, look: Look) -> None:
+async def test_a_round_with_a_lost_response_is_repeated_safely(make_outbox: MakeOutbox, look: Look) -> None:
     outbox = await make_outbox(settings=Settings(fanout_poll_delay="20ms", handling_poll_delay="20ms"))
     journal = Journal()
     outbox.handler(MoneyDeposited, name="first")(journal)
@@ -564,7 +566,7 @@ async def test_a_round_whose_answer_was_lost_is_repeated_without_harm(make_outbo
     assert await look.states() == {"SUCCEEDED": 1}
 
 
-async def test_a_round_is_one_statement_however_much_it_takes(make_outbox: MakeOutbox) -> None:
+async def test_a_round_is_one_statement_for_any_batch_size(make_outbox: MakeOutbox) -> None:
     outbox = await make_outbox(settings=Settings(handling_enabled=False))
     for name in ("first", "second", "third"):
         outbox.handler(MoneyDeposited, name=name)(Journal())
@@ -579,9 +581,7 @@ async def test_a_round_is_one_statement_however_much_it_takes(make_outbox: MakeO
 
 
 @pytest.mark.one_of_family(False)
-async def test_two_instances_that_fan_out_beside_each_other_make_each_notification_once(
-    make_outbox: MakeOutbox, look: Look
-) -> None:
+async def test_two_concurrent_fan_outs_make_each_notification_once(make_outbox: MakeOutbox, look: Look) -> None:
     settings = Settings(fanout_batch_size=20, fanout_poll_delay="20ms", handling_poll_delay="20ms")
     outboxes = [await make_outbox(settings=settings) for _ in range(2)]
     journal = Journal()
@@ -599,7 +599,7 @@ async def test_two_instances_that_fan_out_beside_each_other_make_each_notificati
 
 @asynccontextmanager
 async def open_producer(outbox: Outbox, look: Look, event: Event) -> AsyncIterator[Callable[[], Awaitable[None]]]:
-    """A producer that has written its event, and has not committed yet; yields the commit."""
+    """A producer that has written its event without committing; yields the commit."""
     async with open_transaction(look) as (connection, commit):
         await outbox.record(connection, event, action="Slow")
         yield commit
@@ -607,7 +607,7 @@ async def open_producer(outbox: Outbox, look: Look, event: Event) -> AsyncIterat
 
 @pytest.mark.one_of_family(False)
 @needs_many_writers
-async def test_an_event_with_a_lower_sequence_that_commits_later_is_found(outbox: Outbox, look: Look) -> None:
+async def test_an_event_committed_late_with_a_lower_sequence_is_found(outbox: Outbox, look: Look) -> None:
     journal = Journal()
     outbox.handler(MoneyDeposited, name="first")(journal)
     async with open_producer(outbox, look, MoneyDeposited(uuid4(), Decimal(1))) as commit:
@@ -625,7 +625,7 @@ async def test_an_event_with_a_lower_sequence_that_commits_later_is_found(outbox
 
 @pytest.mark.one_of_family(False)
 @needs_many_writers
-async def test_fan_out_passes_by_a_row_that_an_open_transaction_holds(outbox: Outbox, look: Look) -> None:
+async def test_fan_out_skips_a_row_locked_by_an_open_transaction(outbox: Outbox, look: Look) -> None:
     journal = Journal()
     outbox.handler(MoneyDeposited, name="first")(journal)
     await outbox.executor.execute(Emit((1, 2)))
@@ -643,8 +643,8 @@ async def test_fan_out_passes_by_a_row_that_an_open_transaction_holds(outbox: Ou
 # --- renames and their history -----------------------------------------------------------------------
 
 
-async def test_a_rename_that_is_taken_back_keeps_no_event_waiting(make_outbox: MakeOutbox, clock: MovableClock) -> None:
-    """Each name is then an alias of its partner, and the name that was seen last gets the rows."""
+async def test_a_reverted_rename_keeps_no_event_waiting(make_outbox: MakeOutbox, clock: MovableClock) -> None:
+    """Each name is then an alias of the other, and the most recently seen name gets the rows."""
     journal = Journal()
     names = ["mail", "post", "mail", "post"]
     for number, name in enumerate(names):
@@ -654,15 +654,13 @@ async def test_a_rename_that_is_taken_back_keeps_no_event_waiting(make_outbox: M
         await outbox.executor.execute(Emit((number,)))
         assert (await outbox.drain()).succeeded == 1
         assert (await outbox.admin.counts())["undelivered"] == 0
-        clock.advance(1 if number != 2 else 0)  # also when both were seen at the same moment
+        clock.advance(1 if number != 2 else 0)  # also when both were seen at the same time
         await outbox.close()
 
     assert journal.amounts == [0, 1, 2, 3]
 
 
-async def test_backfill_leaves_out_what_a_handler_had_under_a_former_name(
-    make_outbox: MakeOutbox, clock: MovableClock
-) -> None:
+async def test_backfill_skips_events_handled_under_a_former_name(make_outbox: MakeOutbox, clock: MovableClock) -> None:
     before = await make_outbox(clock=clock)
     before.handler(MoneyDeposited, name="mail")(Journal())
     await before.executor.execute(Emit((1, 2)))

@@ -1,4 +1,4 @@
-"""Fan-out right after a commit of the same process: it may skip a look, and still misses no event."""
+"""Fan-out right after a commit of the same process may skip a read, and still misses no event."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def emit(store: Store, *events: type[Event], topic: str | None = None) -> 
 
 
 @pytest.mark.parametrize("topic", [None, "audit"], ids=["by-type", "by-topic"])
-async def test_events_are_found_where_the_last_ones_were_and_anywhere_else(store: Store, topic: str | None) -> None:
+async def test_events_are_found_at_the_last_position_and_elsewhere(store: Store, topic: str | None) -> None:
     def found(cls: type[Event]) -> dict[str, int]:
         return {cls.__name__ if topic is None else f"#{topic}": 1}
 
@@ -53,7 +53,7 @@ async def test_events_are_found_where_the_last_ones_were_and_anywhere_else(store
     assert len(await store.rows()) == 7
 
 
-async def test_busy_keys_keep_no_other_waiting_for_longer_than_a_round(store: Store) -> None:
+async def test_busy_keys_delay_others_by_at_most_one_round(store: Store) -> None:
     await store.subscribe("h", types=NAMES)
     await emit(store, Many)
     await store.fan_out()
@@ -65,7 +65,7 @@ async def test_busy_keys_keep_no_other_waiting_for_longer_than_a_round(store: St
         assert first.get("Few", 0) + second.get("Few", 0) == 1
 
 
-async def test_what_nobody_wants_any_more_is_not_delivered(store: Store, look: Look) -> None:
+async def test_events_without_a_current_subscriber_are_not_delivered(store: Store, look: Look) -> None:
     await store.subscribe("h", types=("Many",))
     await emit(store, Many)
     await store.fan_out()
@@ -78,7 +78,7 @@ async def test_what_nobody_wants_any_more_is_not_delivered(store: Store, look: L
     assert (await store.fan_out()).events == {"Many": 1}
 
 
-async def test_whoever_subscribed_meanwhile_gets_them_too(store: Store) -> None:
+async def test_a_new_subscriber_gets_the_events_too(store: Store) -> None:
     await store.subscribe("h", types=("Many",))
     await emit(store, Many)
     await store.fan_out()
@@ -89,7 +89,7 @@ async def test_whoever_subscribed_meanwhile_gets_them_too(store: Store) -> None:
     assert [row.handler_name for row in await store.rows()] == ["h", "h", "late"]
 
 
-async def test_an_ordered_handler_that_came_meanwhile_gets_them_in_order(store: Store, look: Look) -> None:
+async def test_a_new_ordered_handler_gets_the_events_in_order(store: Store, look: Look) -> None:
     await store.subscribe("h", types=("Many",))
     await emit(store, Many)
     await store.fan_out()
@@ -105,7 +105,7 @@ async def test_an_ordered_handler_that_came_meanwhile_gets_them_in_order(store: 
     assert notified == in_order
 
 
-async def test_only_a_process_that_has_committed_events_expects_some(outbox: Outbox) -> None:
+async def test_only_a_process_that_committed_events_expects_some(outbox: Outbox) -> None:
     events, journal = watch(outbox, "events"), Journal()
     expected: list[bool] = []
 
@@ -121,7 +121,7 @@ async def test_only_a_process_that_has_committed_events_expects_some(outbox: Out
         await eventually(lambda: len(expected) > rounds + 1)
         assert not any(expected)
 
-        # A look that was under way may find the events first: a look that expects events follows in any case.
+        # A read in progress may find the events first; a read that expects events follows in any case.
         await outbox.executor.execute(Emit((1,)))
         await eventually(lambda: expected.count(True) == 1)
         await outbox.executor.execute(Emit((2,)))

@@ -1,6 +1,6 @@
 """Event types and topics of an ordered handler advance together, on every database.
 
-After every round its notifications belong to the first events, and none to a later event of a different type.
+After every round its notifications belong to the first events, and none to a later event of another type.
 """
 
 from __future__ import annotations
@@ -55,17 +55,17 @@ async def sequences(store: Store, *, topic: str | None = None) -> list[int]:
 
 
 async def notified(store: Store, name: str) -> list[int]:
-    """The sequences of which a handler has notifications, in order."""
+    """The sequences of a handler's notifications, in order."""
     return [row.sequence for row in await store.rows(name)]
 
 
 def unequal(seed: int = 0, length: int = 120) -> list[type[Event]]:
-    """Events of three types: one type has nearly all events, and one type is rare."""
+    """Events of three types: one has nearly all events, and one is rare."""
     return Random(seed).choices(EVENTS, weights=(20, 4, 1), k=length)
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_an_ordered_handler_gets_the_events_of_all_its_types_in_their_order(store: Store, seed: int) -> None:
+async def test_an_ordered_handler_gets_all_its_types_in_order(store: Store, seed: int) -> None:
     await store.subscribe("ledger", ordered=True, types=NAMES)
     await emit(store, unequal(seed))
     expected = await sequences(store)
@@ -74,14 +74,14 @@ async def test_an_ordered_handler_gets_the_events_of_all_its_types_in_their_orde
     while done.events:
         rounds += 1
         found = await notified(store, "ledger")
-        assert found == expected[: len(found)], f"round {rounds} has left something behind"
+        assert found == expected[: len(found)], f"round {rounds} has skipped an event"
         done = await store.fan_out(batch_size=12)
 
     assert await notified(store, "ledger") == expected
     assert rounds <= 60
 
 
-async def test_what_was_cut_off_is_full_so_that_another_round_follows(store: Store) -> None:
+async def test_a_truncated_batch_counts_as_full_and_another_round_follows(store: Store) -> None:
     await store.subscribe("ledger", ordered=True, types=("Many", "Few"))
     await emit(store, [Many, Few, Many, Many, Few, Few, Many, Few])
 
@@ -97,7 +97,7 @@ async def test_what_was_cut_off_is_full_so_that_another_round_follows(store: Sto
     assert await notified(store, "ledger") == await sequences(store)
 
 
-async def test_a_type_whose_next_event_is_beyond_the_others_is_left_for_a_later_round(store: Store) -> None:
+async def test_types_ahead_of_the_others_wait_for_a_later_round(store: Store) -> None:
     await store.subscribe("ledger", ordered=True, types=("Many", "Few"))
     await emit(store, [Many, Many, Many, Few])
 
@@ -108,8 +108,8 @@ async def test_a_type_whose_next_event_is_beyond_the_others_is_left_for_a_later_
     assert (await store.fan_out(limits={"Many": 2, "Few": 1})).events == {"Many": 1, "Few": 1}
 
 
-async def test_types_that_come_one_after_another_still_fill_a_batch(store: Store) -> None:
-    """A type that has to wait takes no room from the remaining types."""
+async def test_types_in_succession_still_fill_a_batch(store: Store) -> None:
+    """A type that has to wait uses no capacity of the other types."""
     kinds = [type(f"Kind{i}", (Event,), {"__annotations__": {"number": int}}) for i in range(8)]
     await store.subscribe("ledger", ordered=True, types=[cls.__name__ for cls in kinds])
     await emit(store, [cls for cls in kinds for _ in range(50)])
@@ -130,7 +130,7 @@ async def test_types_that_come_one_after_another_still_fill_a_batch(store: Store
     assert rounds <= 25  # of 400 events, 40 to a batch
 
 
-async def test_types_that_no_ordered_handler_wants_go_on_by_themselves(store: Store) -> None:
+async def test_types_without_an_ordered_handler_advance_independently(store: Store) -> None:
     await store.subscribe("ledger", ordered=True, types=("Many", "Few"))
     await store.subscribe("plain", types=("Rare",))
     await emit(store, [Many, Many, Many, Rare, Rare, Rare, Few, Few])
@@ -142,7 +142,7 @@ async def test_types_that_no_ordered_handler_wants_go_on_by_themselves(store: St
     assert len(await notified(store, "plain")) == 2
 
 
-async def test_without_ordered_handlers_every_type_fills_its_room(store: Store) -> None:
+async def test_without_ordered_handlers_every_type_fills_its_limit(store: Store) -> None:
     await store.subscribe("plain", types=NAMES)
     await emit(store, [Many, Many, Many, Rare, Rare, Few, Few, Few])
     done = await store.fan_out(limits={"Many": 1, "Rare": 2, "Few": 5})
@@ -160,7 +160,7 @@ async def test_other_handlers_of_these_types_get_the_same_events(store: Store) -
     assert await notified(store, "plain") == (await sequences(store))[2:]
 
 
-async def test_topics_that_an_ordered_handler_wants_advance_with_its_types(store: Store) -> None:
+async def test_topics_of_an_ordered_handler_advance_with_its_types(store: Store) -> None:
     await store.subscribe("ledger", ordered=True, types=("Many",), topics=("audit",))
     await emit(store, [Many, Many], topic=None)
     await emit(store, [Few, Rare, Many, Few], topic="audit")
@@ -175,8 +175,8 @@ async def test_topics_that_an_ordered_handler_wants_advance_with_its_types(store
     assert found == expected
 
 
-async def test_events_of_a_topic_that_are_taken_by_their_type_keep_their_order_too(store: Store) -> None:
-    """A second handler wants some of the topic's types, so the events of such types are not taken by the topic."""
+async def test_events_of_a_topic_claimed_by_type_keep_their_order(store: Store) -> None:
+    """Another handler subscribes to some of the topic's types, so such events are not claimed by topic."""
     await store.subscribe("ledger", ordered=True, types=(), topics=("audit",))
     await store.subscribe("plain", types=("Few", "Rare"))
     await emit(store, [Many, Few, Many, Many, Rare, Few, Few, Many, Few, Rare, Many], topic="audit")
@@ -189,14 +189,14 @@ async def test_events_of_a_topic_that_are_taken_by_their_type_keep_their_order_t
     assert found == expected
 
 
-async def test_a_handler_that_is_ordered_no_more_holds_nothing_back(store: Store) -> None:
+async def test_a_formerly_ordered_handler_holds_nothing_back(store: Store) -> None:
     await store.subscribe("ledger", ordered=True, types=("Many", "Few"))
     await store.subscribe("ledger", types=("Many", "Few"))
     await emit(store, [Many, Many, Few])
     assert (await store.fan_out(limits={"Many": 1, "Few": 1})).events == {"Many": 1, "Few": 1}
 
 
-async def test_notifications_have_ids_that_sort_by_the_time_of_their_fan_out(store: Store) -> None:
+async def test_notification_ids_sort_by_the_time_of_fan_out(store: Store) -> None:
     await store.subscribe("plain", types=("Many",))
     for _ in range(4):
         await emit(store, [Many, Many, Many])
@@ -207,7 +207,7 @@ async def test_notifications_have_ids_that_sort_by_the_time_of_their_fan_out(sto
     assert {i.version for i in ids} == {7}
 
 
-async def test_backfilled_notifications_have_such_ids_too(store: Store) -> None:
+async def test_ids_of_backfilled_notifications_sort_the_same_way(store: Store) -> None:
     await store.subscribe("plain", types=("Many",))
     await emit(store, [Many])
     await store.fan_out()

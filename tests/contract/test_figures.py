@@ -1,4 +1,4 @@
-"""The figures of the tables for metrics, on each dialect: what is due, dead, parked, undelivered and unroutable."""
+"""Table figures for metrics, on each dialect: due, dead, parked, undelivered and unroutable rows."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def emit(outbox: Outbox, *amounts: int, key: str | None = None) -> None:
     await outbox.execute(doing(perform))
 
 
-async def test_due_rows_retries_and_ages_are_told_by_handler(outbox: Outbox, clock: MovableClock) -> None:
+async def test_due_rows_retries_and_ages_are_counted_by_handler(outbox: Outbox, clock: MovableClock) -> None:
     @outbox.handler(MoneyDeposited, name="retries", retry=RetryPolicy(base=timedelta(minutes=5), jitter=0))
     async def retries(envelope: Envelope) -> None:
         raise ValueError("no")
@@ -56,7 +56,7 @@ async def test_due_rows_retries_and_ages_are_told_by_handler(outbox: Outbox, clo
     assert (await figures_of(outbox, clock)).handlers["retries"] == HandlerFigures(due=3, due_age=30.0)
 
 
-async def test_dead_rows_and_the_recent_among_them_are_told_by_handler(outbox: Outbox, clock: MovableClock) -> None:
+async def test_dead_and_recently_dead_rows_are_counted_by_handler(outbox: Outbox, clock: MovableClock) -> None:
     @outbox.handler(MoneyDeposited, name="h")
     async def handle(envelope: Envelope) -> None:
         raise Unprocessable("no")
@@ -70,9 +70,7 @@ async def test_dead_rows_and_the_recent_among_them_are_told_by_handler(outbox: O
     assert (await figures_of(outbox, clock)).handlers == {"h": HandlerFigures(dead=3, dead_recently=1)}
 
 
-async def test_parked_keys_and_blocked_rows_are_told_under_the_present_name(
-    outbox: Outbox, clock: MovableClock
-) -> None:
+async def test_parked_keys_and_blocked_rows_count_under_the_current_name(outbox: Outbox, clock: MovableClock) -> None:
     @outbox.handler(MoneyDeposited, name="ledger", aliases=("book",), ordered=True)
     async def handle(envelope: Envelope) -> None:
         raise Unprocessable("no")
@@ -101,9 +99,7 @@ async def test_rows_under_an_alias_count_for_the_handler(outbox: Outbox, make_ou
     assert (await figures_of(newer, clock)).handlers["new"] == HandlerFigures(due=1, due_age=10.0)
 
 
-async def test_events_that_wait_are_told_apart_by_whether_a_handler_wants_them(
-    outbox: Outbox, clock: MovableClock
-) -> None:
+async def test_waiting_events_are_counted_by_whether_a_handler_subscribes(outbox: Outbox, clock: MovableClock) -> None:
     @outbox.handler(MoneyDeposited, name="h")
     async def handle(envelope: Envelope) -> None: ...
 
@@ -121,7 +117,7 @@ async def _open(tx: Any) -> None:
     tx.emit(WalletOpened(uuid4()))
 
 
-async def test_rows_of_a_handler_that_no_process_has_had_for_a_week_are_unroutable(
+async def test_rows_of_a_handler_unseen_for_a_week_are_unroutable(
     outbox: Outbox, make_outbox: Any, clock: MovableClock
 ) -> None:
     @outbox.handler(MoneyDeposited, name="gone")

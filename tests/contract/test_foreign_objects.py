@@ -1,8 +1,8 @@
-"""Functions, operators and types that a stranger creates never replace PostgreSQL's own in outboxio's statements.
+"""User-defined functions, operators and types never replace PostgreSQL's own in outboxio's statements.
 
-MySQL, MariaDB and SQLite are not affected. On MySQL and MariaDB a name without a schema means the built-in function, if
-a function of that name exists; outboxio's tables are named with their database, and users cannot define operators.
-Functions of SQLite belong to a connection, and only outboxio adds functions to its connection.
+MySQL, MariaDB and SQLite are not affected. On MySQL and MariaDB an unqualified name means the built-in function if one
+with that name exists; outboxio's tables are qualified with their database, and users cannot define operators. Functions
+of SQLite belong to a connection, and only outboxio adds functions to its connection.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MODULES = (database_module, events, ordering, lock, notifications, schema, sessi
 
 LONG_AGO = datetime(2000, 1, 1)
 
-#: What our columns and arguments are of, and what is made of these.
+#: The types of our columns and arguments, and the types derived from them.
 TYPES = (
     "text", "varchar", "uuid", "int4", "int8", "timestamp", "timestamptz", "jsonb", "bool", "text[]", "varchar[]",
     "uuid[]", "int4[]", "int8[]", "timestamp[]",
@@ -70,7 +70,7 @@ def names_called(statements: str) -> set[str]:
 
 @asynccontextmanager
 async def shadowed(url: str) -> AsyncIterator[None]:
-    """Every function and operator of our statements has a namesake in ``public`` that fits its arguments exactly."""
+    """Create a namesake in ``public`` of every function and operator of the statements, with the same arguments."""
     connection = await asyncpg.connect(url)
     try:
         await connection.execute("SET search_path = pg_catalog")
@@ -97,7 +97,7 @@ async def among_namesakes(postgres_url: str) -> AsyncIterator[str]:
         yield postgres_url
 
 
-async def test_a_statement_without_schemas_would_run_somebody_elses_code(among_namesakes: str) -> None:
+async def test_a_statement_without_schemas_would_run_user_defined_code(among_namesakes: str) -> None:
     connection = await asyncpg.connect(among_namesakes)
     try:
         for statement in (
@@ -110,7 +110,7 @@ async def test_a_statement_without_schemas_would_run_somebody_elses_code(among_n
         await connection.close()
 
 
-async def test_the_whole_life_of_events_runs_nobody_elses_code(among_namesakes: str) -> None:
+async def test_the_whole_life_of_events_runs_no_user_defined_code(among_namesakes: str) -> None:
     settings = Settings(handling_max_backoff_cap="10ms")
     failing = [True]
     async with Outbox(among_namesakes, namespace="app", settings=settings) as outbox:
@@ -149,7 +149,7 @@ async def test_the_whole_life_of_events_runs_nobody_elses_code(among_namesakes: 
 
 
 async def emit_later(envelope: EventEnvelope[WalletOpened]) -> None:
-    """The emitted events are written with the outcome, on a connection of the loops."""
+    """The emitted events are written with the outcome, on an internal connection."""
     if envelope.action_name != "emits-later":
         envelope.emit(WalletOpened(uuid4()))
 
@@ -170,7 +170,7 @@ async def record(outbox: Outbox, url: str) -> None:
 
 
 async def operate(outbox: Outbox) -> None:
-    """All that an operator can do."""
+    """Run every operation of an operator."""
     admin = outbox.admin
     counts = await admin.counts()
     assert counts["SUCCEEDED"] > 10, counts
@@ -188,8 +188,8 @@ async def operate(outbox: Outbox) -> None:
     await admin.unsubscribe("fails")
 
 
-async def test_two_failures_of_a_process_are_told_apart_with_nobody_elses_code(among_namesakes: str) -> None:
-    """The writes about runs whose process may have died."""
+async def test_comparing_two_failures_runs_no_user_defined_code(among_namesakes: str) -> None:
+    """Settle runs whose process may have died."""
     async with Outbox(among_namesakes, namespace="app") as outbox:
         await outbox.migrate()
         gate = Gate()
@@ -211,7 +211,7 @@ async def test_two_failures_of_a_process_are_told_apart_with_nobody_elses_code(a
 
 # --- statement by statement ------------------------------------------------------------------------
 
-#: Words of PostgreSQL's grammar, which no schema can redefine: before a bracket, and as types.
+#: Keywords of PostgreSQL, which no schema can redefine: before a bracket, and as types.
 GRAMMAR = {
     "any", "array", "as", "by", "coalesce", "conflict", "e", "events", "from", "greatest", "key", "o", "operator", "or",
     "then", "values", "where",
@@ -224,7 +224,7 @@ ASSIGNMENTS = r"\bSET\b.*?(?=\bWHERE\b|\bRETURNING\b|$)"
 
 
 def unqualified(statement: str) -> set[str]:
-    """The operators, functions and types of a statement that have no schema."""
+    """The operators, functions and types of a statement without a schema."""
     flat = " ".join(statement.split())
     flat = re.sub(r"'[^']*'", "''", flat)
     flat = re.sub(TABLES, " ", re.sub(QUALIFIED, " ", flat))
@@ -232,11 +232,13 @@ def unqualified(statement: str) -> set[str]:
     types = {name for name in re.findall(r"::\s*([a-z_]+)", flat) if name not in GRAMMAR_TYPES}
     functions = {name for name in re.findall(r"\b([a-z_]+)\s*\(", flat, re.IGNORECASE) if name.lower() not in GRAMMAR}
     operators = set(re.findall(r"[-+/<>=~!@#%^&|`]+|(?<![.(])\*(?!\s*(?:FROM|;|\)|$))", flat.replace("::", " ")))
-    words = {word for word in ("IN", "LIKE", "BETWEEN", "DISTINCT", "NULLIF") if re.search(rf"\b{word}\b", flat)}
-    return types | functions | operators | words
+    keywords = {
+        keyword for keyword in ("IN", "LIKE", "BETWEEN", "DISTINCT", "NULLIF") if re.search(rf"\b{keyword}\b", flat)
+    }
+    return types | functions | operators | keywords
 
 
-def test_what_runs_on_the_applications_connections_names_every_schema() -> None:
+def test_statements_on_user_connections_name_every_schema() -> None:
     texts = list(our_statements(session))
     assert len(texts) >= 7
     for statement in texts:
@@ -255,6 +257,6 @@ def test_what_runs_on_the_applications_connections_names_every_schema() -> None:
         ("SELECT * FROM pg_catalog.unnest($1::pg_catalog.uuid[]) AS e(x)", set()),
     ],
 )
-def test_a_statement_that_leaves_a_schema_out_would_be_found(statement: str, found: set[str]) -> None:
+def test_a_statement_without_a_schema_would_be_found(statement: str, found: set[str]) -> None:
     assert found <= unqualified(statement)
     assert bool(unqualified(statement)) == bool(found)

@@ -1,4 +1,4 @@
-"""Fan-out hands fresh rows to the dispatcher of its process; no row is lost or run twice."""
+"""Fan-out hands new rows over to the dispatcher of its process; no row is lost or run twice."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from tests.kit.probes import MakeOutbox
 from tests.kit.spies import counters, watch
 
 pytestmark = [
-    pytest.mark.not_on("sqlite", why="nothing is handed over on SQLite: to find a row is a visit to a thread"),
+    pytest.mark.not_on("sqlite", why="nothing is handed over on SQLite: finding a row needs only a call in a thread"),
     pytest.mark.above_statements,
 ]
 
 QUIET = Settings(handling_poll_delay="1h", fanout_poll_delay="1h")
 
 
-async def keeps_up(outbox: Outbox) -> None:
-    """Wait until all handlers' rows were looked for once, and a round of fan-out could have handed some over."""
+async def ready_for_handoff(outbox: Outbox) -> None:
+    """Wait until all handlers have read their rows once, so that fan-out may hand new rows over."""
     await eventually(lambda: cursors_of(outbox))
     await eventually(lambda: all(cursor.scan.has_period for cursor in cursors_of(outbox).values()))
     await eventually(lambda: database_of(outbox).notifications.can_settle)
@@ -42,14 +42,23 @@ async def keeps_up(outbox: Outbox) -> None:
         offers.append(offer())
         return offers[-1]
 
-    # A round that had begun before would take the next event, and hand nothing over; or before a test is ready for it.
+    # A round that started earlier would take the next event without a handoff, or before the test is ready for it.
     dispatcher.handoff = offering
     run_of(outbox).loops.fanout.wake()
     await eventually(lambda: any(offers) and dispatcher._core.in_flight.handoff is None)
     dispatcher.handoff = offer
 
 
-async def nothing_is_left(outbox: Outbox, **wanted: int) -> bool:
+def offered_names(outbox: Outbox) -> list[str] | None:
+    """The names of a handoff, which is closed again; ``None`` without a handoff."""
+    handoff = dispatcher_of(outbox).handoff()
+    if handoff is None:
+        return None
+    handoff.close()
+    return sorted(handoff.names)
+
+
+async def is_settled(outbox: Outbox, **wanted: int) -> bool:
     counts = await outbox.admin.counts()
     return all(counts[state] == wanted.get(state, 0) for state in ("PENDING", "FAILED", "undelivered")) and all(
         counts[state] == number for state, number in wanted.items()
@@ -60,27 +69,29 @@ def found(outbox: Outbox) -> list[int]:
     """The number of rows of each later read of due rows."""
     notifications, numbers = watch(outbox, "notifications"), list[int]()
 
-    async def noted(find_due: Callable[..., Awaitable[Sequence[Notification]]], *args: Any) -> Sequence[Notification]:
+    async def recorded(
+        find_due: Callable[..., Awaitable[Sequence[Notification]]], *args: Any
+    ) -> Sequence[Notification]:
         rows = await find_due(*args)
         numbers.append(len(rows))
         return rows
 
-    notifications.trouble["find_due"] = noted
+    notifications.trouble["find_due"] = recorded
     return numbers
 
 
-async def test_what_is_handed_over_need_not_be_found(make_outbox: MakeOutbox) -> None:
+async def test_rows_that_are_handed_over_need_no_read(make_outbox: MakeOutbox) -> None:
     outbox, journal = await make_outbox(settings=QUIET), Journal()
     outbox.handler(MoneyDeposited, name="h")(journal)
     numbers = found(outbox)
     async with outbox.running():
-        await keeps_up(outbox)
+        await ready_for_handoff(outbox)
         for amount in range(20):
             await outbox.executor.execute(Emit((amount,)))
             await journal.calls(amount + 1)
-        await eventually(lambda: nothing_is_left(outbox, SUCCEEDED=20))
+        await eventually(lambda: is_settled(outbox, SUCCEEDED=20))
     assert journal.amounts == list(range(20))
-    assert sum(numbers) < 10  # where nobody is woken, a poll may come in between
+    assert sum(numbers) < 10  # without wake-ups, a poll may come in between
 
 
 async def test_a_handler_starts_before_fan_out_counts_the_event(make_outbox: MakeOutbox) -> None:
@@ -93,7 +104,7 @@ async def test_a_handler_starts_before_fan_out_counts_the_event(make_outbox: Mak
         came.set()
 
     async with outbox.running():
-        await keeps_up(outbox)
+        await ready_for_handoff(outbox)
         await outbox.executor.execute(Emit((1,)))
         await came.wait()
         await eventually(lambda: outbox.statistics["default"].fanned_out == 1)
@@ -101,7 +112,7 @@ async def test_a_handler_starts_before_fan_out_counts_the_event(make_outbox: Mak
     assert counted == [0]
 
 
-async def test_only_rows_for_which_nothing_has_to_be_decided_are(make_outbox: MakeOutbox) -> None:
+async def test_only_rows_of_plain_handlers_are_handed_over(make_outbox: MakeOutbox) -> None:
     outbox = await make_outbox(settings=QUIET)
     for name, options in {
         "plain": {},
@@ -113,43 +124,42 @@ async def test_only_rows_for_which_nothing_has_to_be_decided_are(make_outbox: Ma
     }.items():
         outbox.handler(MoneyDeposited, name=name, **options)(Journal())
     async with outbox.running():
-        await keeps_up(outbox)
-        assert sorted(dispatcher_of(outbox).handoff().names) == ["paused", "plain"]
+        await ready_for_handoff(outbox)
+        assert offered_names(outbox) == ["paused", "plain"]
         cursors_of(outbox)["paused"].is_paused = True
-        assert dispatcher_of(outbox).handoff().names == ["plain"]
+        assert offered_names(outbox) == ["plain"]
         cursors_of(outbox)["plain"].has_backlog = True
-        assert dispatcher_of(outbox).handoff() is None
-        dispatcher_of(outbox)._core.in_flight.handoff = None
+        assert offered_names(outbox) is None
 
 
-async def test_more_than_there_is_room_for_is_found(make_outbox: MakeOutbox) -> None:
+async def test_rows_beyond_the_capacity_are_found_by_reading(make_outbox: MakeOutbox) -> None:
     outbox, journal = await make_outbox(settings=Settings(handling_batch_size=50, concurrency=10)), Journal()
     outbox.handler(MoneyDeposited, name="h")(journal)
     numbers = found(outbox)
     async with outbox.running():
-        await keeps_up(outbox)
+        await ready_for_handoff(outbox)
         await outbox.executor.execute(Emit(tuple(range(600))))
-        await eventually(lambda: nothing_is_left(outbox, SUCCEEDED=600))
+        await eventually(lambda: is_settled(outbox, SUCCEEDED=600))
     assert sorted(journal.amounts) == list(range(600))
     assert sum(numbers) >= 400
 
 
-async def test_right_after_a_busy_round_nothing_is(make_outbox: MakeOutbox) -> None:
-    """There the two stages are faster side by side."""
+async def test_nothing_is_handed_over_right_after_a_busy_round(make_outbox: MakeOutbox) -> None:
+    """After a busy round, the two stages are faster when they run concurrently."""
     outbox, journal = await make_outbox(settings=QUIET), Journal()
     outbox.handler(MoneyDeposited, name="h")(journal)
     events, rounds = watch(outbox, "events"), list[tuple[bool, int]]()
 
-    async def noted(fan_out: Any, *args: Any) -> Any:
+    async def recorded(fan_out: Any, *args: Any) -> Any:
         done = await fan_out(*args)
         rounds.append((args[0].handoff is not None, sum(done.events.values())))
         return done
 
-    events.trouble["fan_out"] = noted
+    events.trouble["fan_out"] = recorded
     async with outbox.running():
-        await keeps_up(outbox)
+        await ready_for_handoff(outbox)
         await outbox.executor.execute(Emit(tuple(range(5 * FEW))))
-        await eventually(lambda: nothing_is_left(outbox, SUCCEEDED=5 * FEW))
+        await eventually(lambda: is_settled(outbox, SUCCEEDED=5 * FEW))
         await eventually(lambda: run_of(outbox).loops.fanout.wake() or rounds[-1] == (True, 0))
 
     behind_busy_ones = [is_handed for (_, before), (is_handed, _) in pairwise(rounds) if before > FEW]
@@ -157,13 +167,13 @@ async def test_right_after_a_busy_round_nothing_is(make_outbox: MakeOutbox) -> N
     assert not any(behind_busy_ones)
 
 
-async def test_ever_more_is_handed_to_a_handler_that_is_quick(make_outbox: MakeOutbox) -> None:
+async def test_a_fast_handler_is_handed_more_and_more(make_outbox: MakeOutbox) -> None:
     number = FIRST_WINDOW + 100
     outbox, journal = await make_outbox(settings=Settings(concurrency=10)), Journal()
     outbox.handler(MoneyDeposited, name="h")(journal)
     numbers, rounds = found(outbox), 0
     async with outbox.running():
-        await keeps_up(outbox)
+        await ready_for_handoff(outbox)
         while rounds < 50 and (not rounds or sum(numbers)):
             numbers.clear()
             await outbox.executor.execute(Emit(tuple(range(number))))
@@ -172,14 +182,14 @@ async def test_ever_more_is_handed_to_a_handler_that_is_quick(make_outbox: MakeO
     assert 1 < rounds < 50
 
 
-async def test_a_row_that_was_found_and_settled_before_it_is_handed_over_is_not_run_again(
+async def test_a_row_settled_before_its_handoff_is_not_run_again(
     make_outbox: MakeOutbox,
 ) -> None:
     outbox, journal = await make_outbox(settings=QUIET), Journal()
     outbox.handler(MoneyDeposited, name="h")(journal)
     events = watch(outbox, "events")
 
-    async def handing_late(fan_out: Any, *args: Any) -> Any:
+    async def late_handoff(fan_out: Any, *args: Any) -> Any:
         handoff, late = args[0].handoff, list[Sequence[Notification]]()
         if handoff is not None:
             hand, handoff.hand = handoff.hand, lambda rows: late.extend([rows] if rows else [])
@@ -191,52 +201,52 @@ async def test_a_row_that_was_found_and_settled_before_it_is_handed_over_is_not_
             assert (len(rows), handoff.taken) == (1, 0)
         return done
 
-    events.trouble["fan_out"] = handing_late
+    events.trouble["fan_out"] = late_handoff
     async with outbox.running():
-        await keeps_up(outbox)
+        await ready_for_handoff(outbox)
         await outbox.executor.execute(Emit((1,)))
-        await eventually(lambda: nothing_is_left(outbox, SUCCEEDED=1))
+        await eventually(lambda: is_settled(outbox, SUCCEEDED=1))
         events.trouble.clear()
         await outbox.executor.execute(Emit((2,)))
         await journal.calls(2)
     assert journal.amounts == [1, 2], "a second run of the first row would have come before the second row's"
 
 
-async def test_rows_that_still_have_to_be_found_are_not_passed_by(make_outbox: MakeOutbox) -> None:
+async def test_a_handoff_skips_no_rows_that_are_still_to_be_found(make_outbox: MakeOutbox) -> None:
     outbox, journal = await make_outbox(settings=QUIET), Journal()
     outbox.handler(MoneyDeposited, name="h")(journal)
     events, positions = watch(outbox, "events"), list[tuple[Any, Any]]()
 
     def noting(function: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(*args: Any) -> Any:
+        def recorded(*args: Any) -> Any:
             [source] = cursors_of(outbox).values()
             before, done = source.scan.last, function(*args)
             positions.append((before, source.scan.last))
             return done
 
-        return noted
+        return recorded
 
-    async def handing(fan_out: Any, *args: Any) -> Any:
+    async def watched_handoff(fan_out: Any, *args: Any) -> Any:
         handoff = args[0].handoff
         if handoff is not None:
             handoff._take, handoff._closed = noting(handoff._take), noting(handoff._closed)
         return await fan_out(*args)
 
     async with outbox.running():
-        await keeps_up(outbox)
-        events.trouble["fan_out"] = handing
+        await ready_for_handoff(outbox)
+        events.trouble["fan_out"] = watched_handoff
         await outbox.executor.execute(Emit((1, 2, 3)))
         await journal.calls(3)
         await eventually(lambda: len(positions) > 1)
     assert all(before == after for before, after in positions)
 
 
-async def test_what_was_paused_meanwhile_is_not_started(make_outbox: MakeOutbox) -> None:
+async def test_a_handler_paused_before_the_handoff_starts_nothing(make_outbox: MakeOutbox) -> None:
     outbox, journal = await make_outbox(settings=QUIET), Journal()
     outbox.handler(MoneyDeposited, name="h")(journal)
     events, handed = watch(outbox, "events"), list[int]()
 
-    async def paused_meanwhile(fan_out: Any, *args: Any) -> Any:
+    async def pausing_first(fan_out: Any, *args: Any) -> Any:
         if (handoff := args[0].handoff) is not None:
             await outbox.admin.pause("h")
             cursors_of(outbox)["h"].is_paused = True
@@ -246,10 +256,10 @@ async def test_what_was_paused_meanwhile_is_not_started(make_outbox: MakeOutbox)
         return done
 
     async with outbox.running():
-        await keeps_up(outbox)
-        events.trouble["fan_out"] = paused_meanwhile
+        await ready_for_handoff(outbox)
+        events.trouble["fan_out"] = pausing_first
         await outbox.executor.execute(Emit((1,)))
-        await eventually(lambda: nothing_is_left(outbox, PENDING=1))
+        await eventually(lambda: is_settled(outbox, PENDING=1))
         await eventually(lambda: handed)
         assert (handed, len(journal)) == ([0], 0)
         events.trouble.clear()
@@ -258,12 +268,12 @@ async def test_what_was_paused_meanwhile_is_not_started(make_outbox: MakeOutbox)
 
 
 @pytest.mark.not_on("postgres", "sqlite", why="only MySQL and MariaDB hand rows over before the commit")
-async def test_if_the_commit_behind_fails_the_event_is_fanned_out_and_handled_again(
+async def test_a_failed_commit_fans_the_event_out_and_handles_it_again(
     make_outbox: MakeOutbox, look: Look, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     outbox, journal = await make_outbox(settings=Settings(fanout_poll_delay="50ms")), Journal()
     outbox.handler(MoneyDeposited, name="h")(journal)
-    execute, failed = handoff.execute_handing_over, list[str]()
+    execute, failed = handoff.execute_with_handoff, list[str]()
 
     async def failing_once(connection: Any, message: str, *args: Any, **options: Any) -> Any:
         if failed:
@@ -275,12 +285,12 @@ async def test_if_the_commit_behind_fails_the_event_is_fanned_out_and_handled_ag
         raise ConnectionError("lost in COMMIT")
 
     for module in (mysql_fanout, fast_path):
-        monkeypatch.setattr(module, "execute_handing_over", failing_once)
+        monkeypatch.setattr(module, "execute_with_handoff", failing_once)
     with caplog.at_level(logging.WARNING):
         async with outbox.running():
-            await keeps_up(outbox)
+            await ready_for_handoff(outbox)
             await outbox.executor.execute(Emit((1,)))
-            await eventually(lambda: nothing_is_left(outbox, SUCCEEDED=1))
+            await eventually(lambda: is_settled(outbox, SUCCEEDED=1))
             await eventually(lambda: counters(outbox).refused == 1)
     assert failed == ["COMMIT"]
     assert journal.amounts == [1, 1]

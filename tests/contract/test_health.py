@@ -1,4 +1,4 @@
-"""``outbox.health()`` on every database: reachable, the tables, the clock, a database that is gone."""
+"""``outbox.health()`` on every database: reachability, the tables, the clock, an unreachable database."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def look(database_url: str) -> Look:
     return Look(database_url)
 
 
-async def test_an_outbox_is_well_in_running_and_outside(database_url: str) -> None:
+async def test_an_outbox_is_healthy_inside_and_outside_running(database_url: str) -> None:
     async with opened(Outbox(database_url, namespace="app")) as outbox:
         outside = await outbox.health()
         async with outbox.running():
@@ -33,7 +33,7 @@ async def test_an_outbox_is_well_in_running_and_outside(database_url: str) -> No
 
 
 @pytest.mark.with_tables(False)
-async def test_tables_that_are_missing_or_newer_are_told(
+async def test_missing_or_newer_tables_are_reported(
     database_url: str, look: Look, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reader, "FRESH", 0.0)
@@ -50,7 +50,7 @@ async def test_tables_that_are_missing_or_newer_are_told(
     assert {health.shards["default"].reachable for health in (missing, well, newer)} == {True}
 
 
-async def test_a_newer_migration_takes_no_running_process_out_of_service(
+async def test_a_newer_migration_leaves_running_processes_in_service(
     database_url: str, look: Look, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reader, "FRESH", 0.0)
@@ -62,7 +62,7 @@ async def test_a_newer_migration_takes_no_running_process_out_of_service(
     assert (health.status, health.ready, health.shards["default"].schema) == ("ok", True, "fits")
 
 
-async def test_a_server_that_cannot_be_reached_is_told_without_an_error() -> None:
+async def test_an_unreachable_server_is_reported_without_an_error() -> None:
     for url in ("postgresql://127.0.0.1:1/x", "mysql://127.0.0.1:1/x"):
         async with Outbox(url, namespace="app") as outbox:
             health = await outbox.health()

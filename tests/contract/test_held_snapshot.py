@@ -1,6 +1,6 @@
-"""While a transaction holds a snapshot, the database cannot clean up, and sweeps take ever longer.
+"""While a transaction holds a snapshot, the database cannot clean up, and sweeps take longer and longer.
 
-Sweeps are then rare. Most of these tests allow no sweep at all: the rows are found without.
+Sweeps are then rare. Most of these tests allow no sweep at all: the rows are found without one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pytest
 
 from outboxio import Event, EventEnvelope, Outbox, RetryPolicy, Settings
 from outboxio.model.lock_name import LockName
-from outboxio.model.notification import BEGINNING, Position
+from outboxio.model.notification import FIRST_POSITION, Position
 from outboxio.model.outcome import Lease
 from outboxio.storage.protocols import FanoutRequest
 from outboxio.support import scan_position as paces
@@ -38,9 +38,9 @@ SHORT = 20  # rows
 
 @pytest.fixture
 def no_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No sweep follows the first sweep, unless a row needs a sweep at once."""
+    """Allow no sweep after the first one, unless a row needs it at once."""
 
-    def put_off(self: Pace, began: float, ended: float, rows: int, *, is_sweep: bool) -> None:
+    def put_off(self: Pace, started: float, ended: float, rows: int, *, is_sweep: bool) -> None:
         self._next = float("inf") if is_sweep else self._next
 
     monkeypatch.setattr(Pace, "learn", put_off)
@@ -48,10 +48,10 @@ def no_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def short_trails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reads between sweeps begin some dozens of rows, or 1 s, behind the scan position.
+    """Reads between sweeps start some dozens of rows, or 1 s, before the scan position.
 
-    Without sweeps, a row of the test itself that commits later than that after its position was passed is never found.
-    On a busy machine a COMMIT took more than 0.1 s.
+    Without sweeps, a row of the test that commits later than that after its position was passed is never found. On a
+    busy machine a COMMIT took more than 0.1 s.
     """
     monkeypatch.setattr(trails, "FEW_LATE", SHORT)
     monkeypatch.setattr(trails, "LATE", 1.0)
@@ -68,13 +68,13 @@ class Traffic:
         self._events = watch(outbox, "events")
         self._events.trouble["fan_out"] = self._note
 
-    async def _note(self, fan_out: Any, asked: FanoutRequest) -> Any:
-        self.behind += [asked.behind] if asked.behind is not None else []
-        self.closed += [asked.closed] if asked.closed is not None else []
-        return await fan_out(asked)
+    async def _note(self, fan_out: Any, request: FanoutRequest) -> Any:
+        self.behind += [request.behind] if request.behind is not None else []
+        self.closed += [request.closed] if request.closed is not None else []
+        return await fan_out(request)
 
     async def emit(self, number: int = 1) -> None:
-        """Emit events in turn, each after the event before was handled."""
+        """Emit events in turn, each after the previous one was handled."""
         for _ in range(number):
             amount = next(self.numbers)
             await self.outbox.executor.execute(Emit((amount,)))
@@ -83,7 +83,7 @@ class Traffic:
     async def has_handled(self, amount: int) -> None:
         await eventually(lambda: amount in self.journal.amounts)
 
-    async def goes_on_until(self, holds: Callable[[], bool]) -> None:
+    async def emits_until(self, holds: Callable[[], bool]) -> None:
         async def emit() -> bool:
             await self.emit()
             return holds()
@@ -91,12 +91,12 @@ class Traffic:
         await eventually(emit)
 
     async def passes(self, sequence: int) -> None:
-        """Wait until fan-out no longer looks for an event of this sequence."""
-        await self.goes_on_until(lambda: bool(self.behind) and self.behind[-1] > sequence)
+        """Wait until fan-out no longer reads for an event of this sequence."""
+        await self.emits_until(lambda: bool(self.behind) and self.behind[-1] > sequence)
 
     async def closes(self, sequence: int) -> None:
-        """Wait until fan-out no longer looks for such an event for ordered handlers either."""
-        await self.goes_on_until(lambda: self.closed[-1] > sequence)
+        """Wait until fan-out no longer reads for such an event for ordered handlers either."""
+        await self.emits_until(lambda: self.closed[-1] > sequence)
 
 
 @asynccontextmanager
@@ -112,7 +112,7 @@ async def traffic(url: str, *, name: str = "h") -> AsyncIterator[Traffic]:
 async def late_event(
     light: Traffic, look: Look, amount: int
 ) -> AsyncIterator[tuple[int, Callable[[], Awaitable[None]]]]:
-    """An event whose transaction is open: its sequence, and the commit."""
+    """An event in an open transaction: yields its sequence and the commit."""
     async with open_transaction(look) as (connection, commit):
         await light.outbox.record(connection, MoneyDeposited(uuid4(), Decimal(amount)), action="Late")
         text = "SELECT max(sequence) FROM eventlog.events"
@@ -124,11 +124,11 @@ async def late_event(
         yield sequence, commit
 
 
-async def test_an_event_that_few_have_overtaken_is_found_by_looks_that_are_no_sweeps(
+async def test_an_event_overtaken_by_few_is_found_without_a_sweep(
     server_url: str, no_sweeps: None, short_trails: None
 ) -> None:
     async with traffic(server_url) as light:
-        await light.goes_on_until(lambda: len(light.behind) > 0)
+        await light.emits_until(lambda: len(light.behind) > 0)
         await light.emit(3 * SHORT)
         async with late_event(light, Look(server_url), -1) as (_, commit):
             await light.emit(SHORT // 2)
@@ -136,7 +136,7 @@ async def test_an_event_that_few_have_overtaken_is_found_by_looks_that_are_no_sw
             await light.has_handled(-1)
 
 
-async def test_an_event_that_many_have_overtaken_is_found_by_the_next_sweep(
+async def test_an_event_overtaken_by_many_is_found_by_the_next_sweep(
     server_url: str, no_sweeps: None, short_trails: None
 ) -> None:
     async with traffic(server_url) as light:
@@ -144,12 +144,12 @@ async def test_an_event_that_many_have_overtaken_is_found_by_the_next_sweep(
             await light.passes(sequence)
             await commit()
         await light.emit(3)
-        assert -1 not in light.journal.amounts, "from where was that found?"
-        fanout_of(light.outbox)._scan._pace.hurry()
+        assert -1 not in light.journal.amounts, "found without a sweep"
+        fanout_of(light.outbox)._scan._pace.allow_now()
         await light.has_handled(-1)
 
 
-async def test_a_drain_ends_with_a_sweep_however_long_that_takes(
+async def test_a_drain_ends_with_a_sweep_however_long_it_takes(
     server_url: str, no_sweeps: None, short_trails: None
 ) -> None:
     async with traffic(server_url) as light:
@@ -161,10 +161,10 @@ async def test_a_drain_ends_with_a_sweep_however_long_that_takes(
 
 
 @pytest.mark.one_of_family(False)
-async def test_of_a_key_an_event_that_is_committed_late_is_never_overtaken(
+async def test_an_event_of_a_key_committed_late_is_never_overtaken(
     postgres_url: str, no_sweeps: None, short_trails: None
 ) -> None:
-    """Nor are the rounds for ordered handlers sweeps, where the database can tell which positions are closed."""
+    """Rounds for ordered handlers are not sweeps either, where the database can tell which positions are closed."""
     look, seen = Look(postgres_url), list[tuple[str | None, int]]()
     async with traffic(postgres_url) as light:
         pass
@@ -177,15 +177,15 @@ async def test_of_a_key_an_event_that_is_committed_late_is_never_overtaken(
 
         light = Traffic(outbox, light.journal)
         async with outbox.running():
-            await light.goes_on_until(lambda: len(light.closed) > 0)
+            await light.emits_until(lambda: len(light.closed) > 0)
             for number in range(3):
                 async with open_transaction(look) as (connection, commit):
-                    await connection.execute("SELECT pg_current_xact_id()")  # as a lock of a row does
+                    await connection.execute("SELECT pg_current_xact_id()")  # as a row lock does
                     deposit = MoneyDeposited(uuid4(), Decimal(-10 * number - 1))
                     await outbox.record(connection, deposit, action="Late", ordering_key=f"late {number}")
                     sequence = await connection.fetchval("SELECT max(sequence) FROM eventlog.events")
                     await light.passes(sequence)
-                    assert light.closed[-1] < sequence, "a transaction is open that had begun before"
+                    assert light.closed[-1] < sequence, "an earlier transaction is still open"
                     await commit()
                 async with outbox.transaction("Next") as tx:
                     deposit = MoneyDeposited(uuid4(), Decimal(-10 * number - 2))
@@ -199,7 +199,7 @@ async def test_of_a_key_an_event_that_is_committed_late_is_never_overtaken(
 
 
 @pytest.mark.one_of_family(False)
-async def test_a_row_that_somebody_had_locked_is_found_again_although_sweeps_are_put_off(
+async def test_a_row_that_was_locked_is_found_although_sweeps_are_deferred(
     server_url: str, no_sweeps: None, short_trails: None
 ) -> None:
     look = Look(server_url)
@@ -220,7 +220,7 @@ async def test_a_row_that_somebody_had_locked_is_found_again_although_sweeps_are
             lock = f"SELECT id FROM eventlog.event_notifications WHERE id = '{row['id']}' FOR UPDATE"
             await (mysql.fetch(connection, lock) if look.driver == "aiomysql" else connection.fetch(lock))
             async with outbox.running():
-                await light.goes_on_until(lambda: begins_further_on(notifications.calls, "h"))
+                await light.emits_until(lambda: begins_further_on(notifications.calls, "h"))
                 await light.emit(3 * SHORT)
                 assert len(wallets) == 0
                 await commit()
@@ -231,8 +231,8 @@ async def made(look: Look, number: int) -> bool:
     return len(await look.notifications()) == number
 
 
-def begins_further_on(calls: list[tuple[str, tuple[Any, ...]]], name: str, position: Position = BEGINNING) -> bool:
-    """True if the last read of a handler's due rows began behind earlier rows."""
+def begins_further_on(calls: list[tuple[str, tuple[Any, ...]]], name: str, position: Position = FIRST_POSITION) -> bool:
+    """True if the last read of a handler's due rows started after earlier rows."""
     reads = [args[2] for call, args in calls if call == "find_due"]
     return bool(reads) and any(w.handler_name == name and w.after > position for w in reads[-1])
 
@@ -241,7 +241,7 @@ class Closed(Event, strict_priority=True):
     number: int
 
 
-async def test_a_drain_of_its_own_comes_to_an_end_although_sweeps_are_put_off(
+async def test_a_drain_finishes_although_sweeps_are_deferred(
     database_url: str, no_sweeps: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for period in ("FEW_LATE", "LATE", "SWEEP_NEARBY"):
@@ -253,7 +253,7 @@ async def test_a_drain_of_its_own_comes_to_an_end_although_sweeps_are_put_off(
             assert (await outbox.drain(timeout="60s")).succeeded == 3 * SHORT
 
 
-async def test_what_waits_for_another_process_is_found_although_sweeps_are_put_off(
+async def test_work_for_another_process_is_found_although_sweeps_are_deferred(
     database_url: str, no_sweeps: None, short_trails: None
 ) -> None:
     first, second, slow = Journal(), Journal(), asyncio.Event()
@@ -283,18 +283,18 @@ async def test_what_waits_for_another_process_is_found_although_sweeps_are_put_o
         await second.calls(1)
 
 
-async def test_the_row_of_a_handler_that_was_stuck_is_found_again_although_sweeps_are_put_off(
+async def test_a_stuck_handlers_row_is_found_although_sweeps_are_deferred(
     database_url: str, no_sweeps: None, short_trails: None
 ) -> None:
-    calls, let_go = list[int](), asyncio.Event()
+    calls, released = list[int](), asyncio.Event()
     async with opened(Outbox(database_url, namespace="app", settings=SETTINGS)) as outbox:
 
         @outbox.handler(WalletOpened, name="stubborn", timeout="50ms", retry=RetryPolicy(base="50ms"))
         async def stubborn(envelope: EventEnvelope[WalletOpened]) -> None:
             calls.append(envelope.attempt)
-            while len(calls) == 1 and not let_go.is_set():
+            while len(calls) == 1 and not released.is_set():
                 with suppress(asyncio.CancelledError):
-                    await let_go.wait()
+                    await released.wait()
 
         outbox.handler(MoneyDeposited, name="h")(journal := Journal())
         notifications, light = watch(outbox, "notifications"), Traffic(outbox, journal)
@@ -303,25 +303,25 @@ async def test_the_row_of_a_handler_that_was_stuck_is_found_again_although_sweep
                 tx.emit(WalletOpened(uuid4()))
             await eventually(lambda: counters(outbox).failed == 1)
             [row] = await outbox.admin.list(handler="stubborn")
-            await light.goes_on_until(
+            await light.emits_until(
                 lambda: begins_further_on(notifications.calls, "stubborn", (row.next_retry_at, row.sequence))
             )
             assert calls == [1]
-            let_go.set()
+            released.set()
             await eventually(lambda: calls == [1, 2])
 
 
-async def test_a_row_whose_outcome_was_refused_is_found_again_although_sweeps_are_put_off(
+async def test_a_row_with_a_refused_outcome_is_found_without_a_sweep(
     database_url: str, no_sweeps: None, short_trails: None
 ) -> None:
-    """An operator has emptied a table while its handler was running."""
-    look, calls, let_go = Look(database_url), list[int](), asyncio.Event()
+    """An operator emptied a table while its handler was running."""
+    look, calls, released = Look(database_url), list[int](), asyncio.Event()
     async with opened(Outbox(database_url, namespace="app", settings=SETTINGS)) as outbox:
 
         @outbox.handler(WalletOpened, name="slow")
         async def slow(envelope: EventEnvelope[WalletOpened]) -> None:
             calls.append(envelope.attempt)
-            await let_go.wait()
+            await released.wait()
 
         outbox.handler(MoneyDeposited, name="h")(journal := Journal())
         notifications, light = watch(outbox, "notifications"), Traffic(outbox, journal)
@@ -330,11 +330,11 @@ async def test_a_row_whose_outcome_was_refused_is_found_again_although_sweeps_ar
                 tx.emit(WalletOpened(uuid4()))
             await eventually(lambda: calls == [1] and fanout_of(outbox).notifications == 1)  # fan-out has committed
             [row] = await outbox.admin.list(handler="slow")
-            await light.goes_on_until(
+            await light.emits_until(
                 lambda: begins_further_on(notifications.calls, "slow", (row.next_retry_at, row.sequence))
             )
             await look.fetch("DELETE FROM {leases}")
-            let_go.set()
+            released.set()
             await eventually(lambda: settled(look, 1))
             assert calls == [1], "the outcome is written under the new term, without another run"
 
@@ -344,10 +344,8 @@ async def settled(look: Look, number: int) -> bool:
     return [row["state"] for row in rows] == ["SUCCEEDED"] * number
 
 
-async def test_whoever_takes_over_fan_out_begins_with_a_sweep(
-    server_url: str, no_sweeps: None, short_trails: None
-) -> None:
-    """A different process has fanned out meanwhile: the scan position of this process is outdated."""
+async def test_a_fan_out_takeover_starts_with_a_sweep(server_url: str, no_sweeps: None, short_trails: None) -> None:
+    """Another process has fanned out: the scan position of this process is outdated."""
     async with traffic(server_url) as light:
         async with late_event(light, Look(server_url), -1) as (sequence, commit):
             await light.passes(sequence)
@@ -357,9 +355,7 @@ async def test_whoever_takes_over_fan_out_begins_with_a_sweep(
         await light.has_handled(-1)
 
 
-async def test_a_sweep_of_one_name_that_could_not_wait_puts_off_that_of_no_other(
-    database_url: str, no_sweeps: None
-) -> None:
+async def test_an_urgent_sweep_of_one_name_delays_no_other_sweep(database_url: str, no_sweeps: None) -> None:
     async with traffic(database_url) as light:
         await light.emit()
         pace = dispatcher_of(light.outbox)._finder.pace = Pace()
@@ -373,12 +369,12 @@ async def test_a_sweep_of_one_name_that_could_not_wait_puts_off_that_of_no_other
 
 
 def swept(calls: list[tuple[str, tuple[Any, ...]]]) -> bool:
-    return any(call == "find_due" and any(w.after == BEGINNING for w in args[2]) for call, args in calls)
+    return any(call == "find_due" and any(w.after == FIRST_POSITION for w in args[2]) for call, args in calls)
 
 
 @asynccontextmanager
 async def held_snapshot(look: Look) -> AsyncIterator[None]:
-    """A transaction that wants a stable view, and reads no row."""
+    """A transaction with a stable snapshot that reads no row."""
     if look.driver == "aiomysql":
         async with mysql.connected(look.url) as connection:
             await mysql.fetch(connection, "SET SESSION TRANSACTION ISOLATION LEVEL REPEATABLE READ")
@@ -398,10 +394,10 @@ MANY, AT_ONCE = 15_000, 1000
 
 
 @pytest.mark.one_of_family(False)
-async def test_while_a_snapshot_is_held_light_traffic_does_not_walk_past_all_that_was_handled_since(
+async def test_under_a_held_snapshot_light_traffic_does_not_rescan_handled_rows(
     server_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(paces, "UNNOTICED", 0.0005)  # what would be noticed after fewer rows than users have
+    monkeypatch.setattr(paces, "UNNOTICED", 0.0005)  # a rescan would already show with fewer rows than in production
     async with traffic(server_url) as light, held_snapshot(Look(server_url)):
         for _ in range(MANY // AT_ONCE):
             await deposits(light.outbox, AT_ONCE)
@@ -409,6 +405,6 @@ async def test_while_a_snapshot_is_held_light_traffic_does_not_walk_past_all_tha
         notifications = watch(light.outbox, "notifications")
         light.numbers = count(MANY)
         reached = max(row["sequence"] for row in await Look(server_url).events())
-        await light.goes_on_until(
+        await light.emits_until(
             lambda: any(behind > reached for behind in light.behind) and begins_further_on(notifications.calls, "h")
         )

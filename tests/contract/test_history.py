@@ -25,7 +25,7 @@ MINUTE = timedelta(minutes=1)
 
 
 def minute(ago: int, handler: str = "mail", *, fast: int = 0, slow: int = 0, **given: int) -> HandlerMinute:
-    """A row of so many minutes before noon, with fast runs of up to 5 ms and slow runs of up to 1 s."""
+    """A row this many minutes before noon, with fast runs of up to 5 ms and slow runs of up to 1 s."""
     numbers: dict[str, Any] = {"succeeded": 0, "failed": 0, "dead": 0, "expired": 0, "skipped": 0, **given}
     buckets = (0, 0, fast, 0, 0, 0, 0, 0, 0, slow, 0, 0, 0, 0, 0, 0, 0)
     return HandlerMinute(
@@ -76,7 +76,7 @@ async def test_a_history_adds_up_processes_aliases_and_minutes(outbox: Outbox) -
     assert math.isclose(day.total.duration_mean or 0, (111 * 0.004 + 2 * 0.9) / 113)
 
 
-async def test_a_history_of_all_handlers_adds_them_up_for_an_hour(outbox: Outbox) -> None:
+async def test_a_history_of_all_handlers_is_the_sum_of_an_hour(outbox: Outbox) -> None:
     await write(outbox, "a", minute(1, fast=98, succeeded=98), minute(1, "other", slow=2, failed=2))
     await write(outbox, "b", minute(59, "other", fast=1, succeeded=1), minute(60, fast=9, succeeded=9))
 
@@ -88,7 +88,7 @@ async def test_a_history_of_all_handlers_adds_them_up_for_an_hour(outbox: Outbox
         await outbox.admin.history(within=timedelta(hours=2))
 
 
-async def test_a_handler_without_runs_has_an_empty_history_and_an_unknown_handler_has_none(outbox: Outbox) -> None:
+async def test_a_history_is_empty_without_runs_and_none_if_unknown(outbox: Outbox) -> None:
     empty = await outbox.admin.history("mail")
     assert (empty.total.runs, empty.total.duration_p95, len(empty.points)) == (0, None, 60)
     with pytest.raises(UnknownHandler, match="mail"):
@@ -103,7 +103,7 @@ async def test_a_handler_without_runs_has_an_empty_history_and_an_unknown_handle
 
 
 @needs_asyncpg
-async def test_a_history_of_a_day_reads_none_of_the_rows_of_other_handlers(database_url: str, look: Look) -> None:
+async def test_a_history_of_a_day_reads_no_rows_of_other_handlers(database_url: str, look: Look) -> None:
     async with Outbox(database_url, namespace="app") as outbox:
         await outbox.migrate()
         database = database_of(outbox)

@@ -1,4 +1,4 @@
-"""The name of a machine never becomes a part of a statement."""
+"""The host name is never part of a statement."""
 
 from __future__ import annotations
 
@@ -18,28 +18,32 @@ HOSTILE = ["a\\'; DROP TABLE public.precious; --", "a'; DROP TABLE public.precio
 
 @pytest.mark.parametrize("host", HOSTILE)
 @pytest.mark.parametrize("backslashes", ["on", "off"])
-async def test_a_wake_up_arrives_whatever_its_sender_is_called(
+async def test_a_wakeup_arrives_from_a_host_with_any_name(
     postgres_url: str, monkeypatch: pytest.MonkeyPatch, host: str, backslashes: str
 ) -> None:
-    """Over the pool of a process that only executes, and over the session with the locks of a process that handles."""
-    look, heard = Look(postgres_url), set[str]()
+    """Over the pool of a process that only executes, and over the lock session of a process that handles."""
+    look, received = Look(postgres_url), set[str]()
     await look.fetch("CREATE TABLE public.precious (x int)")
     name = urlsplit(postgres_url).path[1:]
     await look.fetch(f'ALTER DATABASE "{name}" SET standard_conforming_strings = {backslashes}')
     monkeypatch.setattr(machine, "host", lambda: host)
-    journal, ear = Journal(), await asyncpg.connect(postgres_url)
+    journal, listener = Journal(), await asyncpg.connect(postgres_url)
     try:
-        await ear.add_listener(channel_name("app"), lambda *told: heard.add(told[3]))
+        await listener.add_listener(channel_name("app"), lambda *arguments: received.add(arguments[3]))
         async with Outbox(postgres_url, namespace="app") as producer, Outbox(postgres_url, namespace="app") as worker:
             await producer.migrate()
             worker.handler(MoneyDeposited, name="first")(journal)
             async with worker.running():
                 await producer.executor.execute(Emit((1,)))
                 await journal.calls(1)
-                await worker.admin.pause("first")  # wakes them too if the row needed no wake-up: it was handed over
-                await eventually(lambda: {f"events {owner_of(producer)}", f"notifications {owner_of(worker)}"} <= heard)
+                await worker.admin.pause(
+                    "first"
+                )  # if the row was handed over and needed no wake-up, this wakes them too
+                await eventually(
+                    lambda: {f"events {owner_of(producer)}", f"notifications {owner_of(worker)}"} <= received
+                )
     finally:
-        await ear.close()
+        await listener.close()
 
     assert owner_of(producer).startswith(host)
     assert await look.value("SELECT to_regclass('public.precious') IS NOT NULL")

@@ -1,4 +1,4 @@
-"""URLs of customers reach nothing but public addresses, counted at listeners on this machine."""
+"""Webhook URLs of customers reach only public addresses; connections are counted at local listeners."""
 
 from __future__ import annotations
 
@@ -62,16 +62,16 @@ NAMES = {
 
 
 class Resolver:
-    """A name server under the control of the customer: ``rebinds`` is public once, and then this machine."""
+    """A name server controlled by the customer: ``rebinds`` is public once, and then this machine."""
 
     def __init__(self, **names: list[str]) -> None:
         self.names = {**NAMES, **names}
-        self.asked: list[str] = []
+        self.queried: list[str] = []
 
     async def __call__(self, host: str, port: int, limiter: Any) -> list[str]:
-        self.asked.append(host)
+        self.queried.append(host)
         if host == "rebinds.example.com":
-            return ["127.0.0.1"] if self.asked.count(host) > 1 else ["93.184.216.34"]
+            return ["127.0.0.1"] if self.queried.count(host) > 1 else ["93.184.216.34"]
         if host not in self.names:
             raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
         return self.names[host]
@@ -100,7 +100,7 @@ async def test_hostile_urls_reach_nothing(make_outbox: MakeOutbox, monkeypatch: 
         assert (await outbox.drain()).succeeded == 1  # the handler that emits the deliveries
         assert len(URLS) > 40
         assert (v4.connections, v6.connections) == (0, 0)
-        assert set(connected) == {"93.184.216.34"}  # the first answer for the name that changes
+        assert set(connected) == {"93.184.216.34"}  # the first response for the name that changes
         assert connected == ["93.184.216.34"]
 
 
@@ -121,7 +121,7 @@ def test_special_addresses_are_not_public(address: str) -> None:
 
 
 def certificate(directory: Path, name: str) -> tuple[Path, Path]:
-    """A self-signed certificate for a host of this name, and its key."""
+    """A self-signed certificate for this host name, and its key."""
     file, key = directory / "cert.pem", directory / "cert.key"
     subprocess.run(
         ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", f"/CN={name}",
@@ -132,7 +132,7 @@ def certificate(directory: Path, name: str) -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize("certified", ["hooks.example.com", "other.example.com"])
-async def test_the_certificate_has_to_be_for_the_host_name(
+async def test_the_certificate_must_match_the_host_name(
     make_outbox: MakeOutbox, look: Look, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, certified: str
 ) -> None:
     programs.need("openssl")
@@ -155,7 +155,9 @@ async def test_the_certificate_has_to_be_for_the_host_name(
 
 
 @pytest.mark.parametrize("flood", [b"HTTP/1.1 100 Go on\r\n\r\n", b"1;" + b"x" * 2000 + b"\r\na\r\n"])
-async def test_what_is_no_content_is_limited_too(make_outbox: MakeOutbox, look: Look, flood: bytes) -> None:
+async def test_headers_and_framing_of_an_answer_are_limited_too(
+    make_outbox: MakeOutbox, look: Look, flood: bytes
+) -> None:
     async with receiving() as receiver:
         begin = b"" if flood.startswith(b"HTTP") else b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
         receiver.answer = begin + flood * 8000
@@ -166,17 +168,17 @@ async def test_what_is_no_content_is_limited_too(make_outbox: MakeOutbox, look: 
             tx.emit(Shipped(1))
         await outbox.drain()
         (record,) = await outbox.admin.list(handler="hooks.deliveries")
-        assert "the answer has more than 128 KiB" in str(record.errors)
+        assert "the response is larger than 128 KiB" in str(record.errors)
         await outbox.close()
 
 
 async def test_an_error_names_no_private_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(addresses, "resolve", Resolver())
-    with pytest.raises(httpcore.ConnectError, match=r"mixed\.example\.com has an address that is not public$"):
+    with pytest.raises(httpcore.ConnectError, match=r"mixed\.example\.com resolves to an address that is not public$"):
         await addresses.CheckedBackend(addresses.AllowList([])).connect_tcp("mixed.example.com", 443, 5)
 
 
-async def test_an_address_that_drops_packets_leaves_time_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_unresponsive_address_leaves_time_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = dict[str, float | None]()
 
     async def connect(self: Any, host: str, port: int, timeout: float | None, *args: Any) -> Any:
@@ -191,10 +193,10 @@ async def test_an_address_that_drops_packets_leaves_time_for_the_next(monkeypatc
 
 
 async def test_slow_name_servers_delay_no_other_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    answered, asked = threading.Event(), list[str]()
+    answered, queried = threading.Event(), list[str]()
 
     def getaddrinfo(host: str, port: int, **options: Any) -> list[Any]:
-        asked.append(host)
+        queried.append(host)
         if host != "good.example.com":
             answered.wait(60)
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("1.1.1.1", port))]
@@ -204,7 +206,7 @@ async def test_slow_name_servers_delay_no_other_host(monkeypatch: pytest.MonkeyP
     async with anyio.create_task_group() as tasks:
         for number in range(100):
             tasks.start_soon(addresses.resolve, f"slow{number}.example.com", 443, limiter)
-        await eventually(lambda: len(asked) >= 32)
+        await eventually(lambda: len(queried) >= 32)
         assert await addresses.resolve("good.example.com", 443, limiter) == ["1.1.1.1"]
         answered.set()
 
@@ -229,13 +231,13 @@ async def test_pools_are_closed_once_when_many_hosts_are_in_use(monkeypatch: pyt
         await sender.close()
 
 
-def test_allowed_names_and_networks_may_come_in_any_case_and_once() -> None:
+def test_an_allow_list_ignores_case_and_accepts_an_iterator() -> None:
     allowed = addresses.AllowList(iter(["Billing.Internal", "10.0.0.0/8"]))
     assert allowed.admits("billing.internal", None)
     assert allowed.admits("x", ip_address("10.1.1.1"))
 
 
-async def test_a_process_forgets_endpoints_that_it_does_not_use(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unused_endpoints_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(outgoing, "LANES", 2)
     (deliveries,) = Webhooks(name="hooks", types=[Shipped], endpoints=[]).companions()
     find: Any = deliveries._lane  # type: ignore[attr-defined]  # of the companion, whose class is private

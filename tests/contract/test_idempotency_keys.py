@@ -1,4 +1,4 @@
-"""An idempotency key of a handler stays the same, however often and under whatever name the handler runs."""
+"""The idempotency key of a handler stays the same over retries and renames."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MakeOutbox = Callable[..., Awaitable[Outbox]]
 
 
 class Charges:
-    """A handler, of one event or of a batch, that remembers its keys. The first runs fail."""
+    """A handler, of one event or of a batch, that records its keys. The first runs fail."""
 
     def __init__(self, failures: int = 0) -> None:
         self.keys: list[UUID] = []
@@ -34,7 +34,7 @@ class Charges:
             raise TimeoutError
 
 
-async def test_a_retry_or_replay_elsewhere_keeps_the_key(
+async def test_a_retry_or_replay_in_another_process_keeps_the_key(
     outbox: Outbox, make_outbox: MakeOutbox, clock: MovableClock
 ) -> None:
     charges, restarted = Charges(failures=1), await make_outbox(clock=clock)
@@ -83,7 +83,7 @@ async def test_handlers_and_events_of_a_batch_have_different_keys(outbox: Outbox
     assert len(batch.keys) == 4
 
 
-async def test_a_message_that_is_consumed_again_keeps_the_key(outbox: Outbox) -> None:
+async def test_a_redelivered_message_keeps_the_key(outbox: Outbox) -> None:
     charges = Charges(failures=2)
     outbox.handler(MoneyDeposited, name="bank")(charges)
     event = MoneyDeposited(uuid4(), Decimal(1))

@@ -33,7 +33,7 @@ async def consumed(look: Look) -> list[dict[str, Any]]:
     return await look.fetch("SELECT * FROM {consumed_events} ORDER BY source, external_id")
 
 
-async def test_what_is_received_is_handled_like_any_other_event(outbox: Outbox, look: Look) -> None:
+async def test_a_received_message_is_handled_like_any_other_event(outbox: Outbox, look: Look) -> None:
     journal = Journal()
     outbox.handler(MoneyDeposited, name="first")(journal)
 
@@ -48,7 +48,7 @@ async def test_what_is_received_is_handled_like_any_other_event(outbox: Outbox, 
     assert (row["source"], row["action_name"], row["event_type"]) == ("billing", "inbox.receive", "MoneyDeposited")
 
 
-async def test_a_received_event_has_the_model_that_the_message_names(outbox: Outbox, look: Look) -> None:
+async def test_a_received_event_has_the_model_of_its_message(outbox: Outbox, look: Look) -> None:
     outbox.handler(MoneyDeposited, name="first")(Journal())
     event = MoneyDeposited(WALLET, Decimal(12))
 
@@ -61,7 +61,7 @@ async def test_a_received_event_has_the_model_that_the_message_names(outbox: Out
 
     assert len(await outbox.admin.list(Filter(model_id="7"))) == 3
     assert {(row["model_type"], row["model_id"]) for row in await written(look)} == {("Wallet", "7")}
-    with pytest.raises(InvalidEvent, match="no object of a class that SQLAlchemy has mapped"):
+    with pytest.raises(InvalidEvent, match="not an object of a class mapped by SQLAlchemy"):
         await receive(outbox, "m-5", model=object())
 
 
@@ -85,15 +85,13 @@ async def test_a_redelivery_is_a_duplicate_and_changes_nothing(outbox: Outbox, l
     ],
     ids=["bytes", "text", "event"],
 )
-async def test_the_same_content_is_the_same_however_it_is_spelled(outbox: Outbox, again: dict[str, Any]) -> None:
+async def test_the_same_content_in_other_notation_is_a_duplicate(outbox: Outbox, again: dict[str, Any]) -> None:
     assert await receive(outbox) is Received.RECEIVED
     assert await receive(outbox, **again) is Received.DUPLICATE
 
 
 @pytest.mark.parametrize("other", [{"payload": {**PAYLOAD, "amount": "13"}}, {"type": "MoneyWithdrawn"}], ids=str)
-async def test_another_content_under_one_id_is_a_conflict_and_the_first_is_kept(
-    outbox: Outbox, look: Look, other: dict[str, Any]
-) -> None:
+async def test_different_content_under_one_id_is_a_conflict(outbox: Outbox, look: Look, other: dict[str, Any]) -> None:
     assert await receive(outbox) is Received.RECEIVED
     assert await receive(outbox, **other) is Received.CONFLICT
     assert await receive(outbox) is Received.DUPLICATE
@@ -103,7 +101,7 @@ async def test_another_content_under_one_id_is_a_conflict_and_the_first_is_kept(
     assert (row["event_type"], row["payload"]["amount"]) == ("MoneyDeposited", "12")
 
 
-async def test_ids_are_each_sources_own_and_so_are_namespaces(make_outbox: MakeOutbox, look: Look) -> None:
+async def test_ids_belong_to_their_source_and_namespace(make_outbox: MakeOutbox, look: Look) -> None:
     outbox, other = await make_outbox(), await make_outbox("another")
     assert await receive(outbox, source="billing") is Received.RECEIVED
     assert await receive(outbox, source="shipping") is Received.RECEIVED
@@ -118,7 +116,7 @@ async def test_simultaneous_deliveries_of_one_message_are_stored_once(outbox: Ou
     assert len(await written(look)) == 4
 
 
-async def test_deduplication_outlives_the_event(outbox: Outbox, look: Look) -> None:
+async def test_deduplication_outlasts_the_event(outbox: Outbox, look: Look) -> None:
     await receive(outbox)
     await look.fetch("DELETE FROM {events}")
     assert await receive(outbox) is Received.DUPLICATE
@@ -142,8 +140,8 @@ async def test_many_deliveries_from_two_sources_have_one_effect_each(outbox: Out
     assert await look.value("SELECT count(*) FROM wallets") == 40
 
 
-async def test_it_is_stored_in_the_transaction_of_a_callers_connection(outbox: Outbox, look: Look) -> None:
-    """The message commits with all writes of that transaction; here with those of an action."""
+async def test_messages_are_stored_in_the_callers_transaction(outbox: Outbox, look: Look) -> None:
+    """The message commits with all writes of that transaction, here those of an action."""
 
     async def receive_and_fail(tx: Any) -> None:
         await receive(outbox, connection=tx.connection)
@@ -161,35 +159,35 @@ async def test_it_is_stored_in_the_transaction_of_a_callers_connection(outbox: O
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("given", "expected"),
     [
         ({"external_id": " "}, "external_id of 'billing': ' ' is blank"),
         ({"source": ""}, "source: '' is blank"),
         ({"external_id": "x" * 256}, "has 256 characters; the column holds 255"),
-        ({"payload": "{"}, "is no JSON"),
-        ({"payload": "[1]"}, "no JSON object"),
-        ({"payload": b"\xff"}, "is no JSON"),
+        ({"payload": "{"}, "is not valid JSON"),
+        ({"payload": "[1]"}, "not a JSON object"),
+        ({"payload": b"\xff"}, "is not valid JSON"),
         ({"payload": {"a": float("nan")}}, "JSON cannot hold"),
-        ({"type": None}, "give either event=, or type= and payload="),
-        ({"event": MoneyDeposited(WALLET, Decimal(1)), "payload": {}}, "give either event=, or type= and payload="),
-        ({"event": MoneyDeposited(WALLET, Decimal(1)), "type": "X"}, "give either event=, or type= and payload="),
+        ({"type": None}, "pass either event=, or type= and payload="),
+        ({"event": MoneyDeposited(WALLET, Decimal(1)), "payload": {}}, "pass either event=, or type= and payload="),
+        ({"event": MoneyDeposited(WALLET, Decimal(1)), "type": "X"}, "pass either event=, or type= and payload="),
         ({"topic": ""}, "is blank"),
-        ({"available_at": "tomorrow"}, "is no datetime"),
+        ({"available_at": "tomorrow"}, "is not a datetime"),
     ],
     ids=str,
 )
-async def test_what_cannot_be_stored_is_refused_before_anything_is_written(
-    outbox: Outbox, look: Look, given: dict[str, Any], says: str
+async def test_invalid_messages_are_refused_before_anything_is_written(
+    outbox: Outbox, look: Look, given: dict[str, Any], expected: str
 ) -> None:
     arguments = {"source": "billing", "external_id": "m-1", **given}
     if "event" not in given:
         arguments = {"type": "MoneyDeposited", "payload": PAYLOAD, **arguments}
-    with pytest.raises(InvalidEvent, match=says.replace("(", r"\(")):
+    with pytest.raises(InvalidEvent, match=expected.replace("(", r"\(")):
         await outbox.inbox.receive(**arguments)
     assert (await written(look), await consumed(look)) == ([], [])
 
 
-async def test_a_topic_reaches_its_handlers_with_types_that_nobody_knows(outbox: Outbox) -> None:
+async def test_a_topic_reaches_its_handlers_with_unknown_types(outbox: Outbox) -> None:
     journal = Journal()
     outbox.handler(name="fraud", topic="FRAUD")(journal)
     await receive(outbox, type="SomethingNew", payload={"a": 1}, topic="FRAUD", ordering_key="u-1")
@@ -201,7 +199,7 @@ class Renamed(Event, type_name="Named"):
     number: int
 
 
-async def test_an_event_class_gives_its_own_name(outbox: Outbox, look: Look) -> None:
+async def test_an_event_class_provides_its_name(outbox: Outbox, look: Look) -> None:
     await receive(outbox, event=Renamed(3))
     (row,) = await written(look)
     assert (row["event_type"], row["payload"]) == ("Named", {"number": 3})

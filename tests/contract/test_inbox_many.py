@@ -1,4 +1,4 @@
-"""Many inbox messages are stored in a single transaction, each once, in their order, with a result for each."""
+"""Many inbox messages are stored in a single transaction: each once, in order, and with its own result."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def consumed(look: Look) -> list[str]:
     return [row["external_id"] for row in await look.fetch("SELECT external_id FROM {consumed_events} ORDER BY 1")]
 
 
-async def test_all_are_stored_in_their_order_and_each_keeps_what_it_came_with(outbox: Outbox, look: Look) -> None:
+async def test_all_messages_are_stored_in_order_with_their_own_fields(outbox: Outbox, look: Look) -> None:
     seen: list[EventEnvelope[InvoicePaid]] = []
 
     @outbox.handler(InvoicePaid, name="first", ordered=True)
@@ -56,7 +56,7 @@ async def test_all_are_stored_in_their_order_and_each_keeps_what_it_came_with(ou
         assert envelope.action_params == {"source": "billing", "external_id": f"m-{number}"}
 
 
-async def test_each_message_has_a_result_whatever_came_before(outbox: Outbox, look: Look) -> None:
+async def test_each_message_has_its_own_result(outbox: Outbox, look: Look) -> None:
     assert await outbox.inbox.receive(**message(1)) is NEW
 
     results = await outbox.inbox.receive_many(
@@ -71,7 +71,7 @@ async def test_each_message_has_a_result_whatever_came_before(outbox: Outbox, lo
     assert await outbox.inbox.receive(**message(5)) is AGAIN
 
 
-async def test_nothing_to_store_writes_nothing(make_outbox: MakeOutbox, look: Look) -> None:
+async def test_an_empty_call_writes_nothing(make_outbox: MakeOutbox, look: Look) -> None:
     outbox = await make_outbox(settings=Settings(record_empty_actions=True))
     assert await outbox.inbox.receive_many([]) == []
     assert await outbox.inbox.receive_many([message(1)]) == [NEW]
@@ -79,11 +79,9 @@ async def test_nothing_to_store_writes_nothing(make_outbox: MakeOutbox, look: Lo
     assert row["event_type"] == "InvoicePaid"
 
 
-async def test_a_message_that_cannot_be_stored_names_its_index_and_nothing_is_written(
-    outbox: Outbox, look: Look
-) -> None:
+async def test_an_invalid_message_is_named_by_index_and_nothing_is_written(outbox: Outbox, look: Look) -> None:
     given = [message(1), message(2, payload="{"), message(3)]
-    with pytest.raises(InvalidEvent, match=r"^messages\[1\]: payload of what 'billing' delivered as 'm-2'"):
+    with pytest.raises(InvalidEvent, match=r"^messages\[1\]: payload of message 'm-2' from 'billing'"):
         await outbox.inbox.receive_many(given)
     assert (await look.events(), await consumed(look)) == ([], [])
 
@@ -91,7 +89,7 @@ async def test_a_message_that_cannot_be_stored_names_its_index_and_nothing_is_wr
 @pytest.mark.parametrize(
     "invalid", [message(2, payload="{"), message(2, source=""), message(2, colour="red"), message(2, type=None), None]
 )
-async def test_an_invalid_message_is_returned_in_its_place_and_the_rest_is_stored(
+async def test_an_invalid_message_is_returned_and_the_others_are_stored(
     outbox: Outbox, look: Look, invalid: Any
 ) -> None:
     first, second, third = await outbox.inbox.receive_many([message(1), invalid, message(3)], on_invalid="return")
@@ -107,7 +105,7 @@ async def test_messages_may_be_objects(outbox: Outbox, look: Look) -> None:
     assert [row["payload"] for row in await written(look)] == [{"number": 7}]
 
 
-async def test_they_are_stored_in_the_transaction_of_a_callers_connection(outbox: Outbox, look: Look) -> None:
+async def test_many_messages_are_stored_in_the_callers_transaction(outbox: Outbox, look: Look) -> None:
     async def receive(tx: Any) -> list[Any]:
         results = await outbox.inbox.receive_many([message(1), message(2)], connection=tx.connection)
         assert await outbox.inbox.receive_many([message(2)], connection=tx.connection) == [AGAIN]
@@ -135,7 +133,7 @@ async def test_simultaneous_calls_store_each_message_once(outbox: Outbox, look: 
     assert len(await written(look)) == 40
 
 
-async def test_a_cut_connection_leaves_all_or_nothing_and_the_same_call_completes(outbox: Outbox, look: Look) -> None:
+async def test_a_lost_connection_leaves_all_or_nothing_for_the_retry(outbox: Outbox, look: Look) -> None:
     task = asyncio.create_task(outbox.inbox.receive_many([message(n) for n in range(300)]))
     await asyncio.sleep(0)
     task.cancel()
@@ -147,7 +145,7 @@ async def test_a_cut_connection_leaves_all_or_nothing_and_the_same_call_complete
     assert len(await written(look)) == len(await consumed(look)) == 300
 
 
-async def test_a_running_process_handles_them_at_once(make_outbox: MakeOutbox) -> None:
+async def test_a_running_process_handles_many_messages_at_once(make_outbox: MakeOutbox) -> None:
     outbox, seen, all_seen = await make_outbox(), list[int](), asyncio.Event()
 
     @outbox.handler(InvoicePaid, name="first")
@@ -163,7 +161,7 @@ async def test_a_running_process_handles_them_at_once(make_outbox: MakeOutbox) -
 
 
 @pytest.mark.parametrize(
-    ("messages", "options", "says"),
+    ("messages", "options", "expected"),
     [
         ([], {"on_invalid": "ignore"}, "on_invalid is 'ignore'; expected 'raise' or 'return'"),
         (message(1), {}, "expected a list of messages"),
@@ -171,6 +169,6 @@ async def test_a_running_process_handles_them_at_once(make_outbox: MakeOutbox) -
     ],
     ids=["on_invalid", "mapping", "too many"],
 )
-async def test_a_call_that_makes_no_sense_is_refused(outbox: Outbox, messages: Any, options: Any, says: str) -> None:
-    with pytest.raises(ConfigurationError, match=says):
+async def test_an_invalid_call_is_refused(outbox: Outbox, messages: Any, options: Any, expected: str) -> None:
+    with pytest.raises(ConfigurationError, match=expected):
         await outbox.inbox.receive_many(messages, **options)

@@ -1,4 +1,4 @@
-"""Data stays data: no name, key, id or text is ever read as a part of a statement, or as the name of some code."""
+"""Data stays data: no name, key, id or text becomes part of a statement or the name of code."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("text", HOSTILE)
-async def test_whatever_looks_like_sql_is_stored_and_found_as_it_is(
+async def test_text_that_looks_like_sql_is_stored_and_found_unchanged(
     make_outbox: MakeOutbox, look: Look, text: str
 ) -> None:
     class Hostile(Event, type_name=text, aliases={f"{text}!"}):
-        said: str
+        content: str
 
     failing = [True]
 
@@ -53,7 +53,7 @@ async def test_whatever_looks_like_sql_is_stored_and_found_as_it_is(
     admin = outbox.admin
     [record] = await admin.list(state="FAILED", handler=text, event_type=text)
     assert (record.model_id, record.ordering_key, record.correlation_id, record.namespace) == (text, text, text, text)
-    assert (record.payload, record.action_params, record.headers) == ({"said": text}, {text: text}, {text: text})
+    assert (record.payload, record.action_params, record.headers) == ({"content": text}, {text: text}, {text: text})
     assert record.errors[0]["message"] == text
     failing.clear()
     assert (await admin.retry([record.id])).done == 1
@@ -73,7 +73,7 @@ async def test_whatever_looks_like_sql_is_stored_and_found_as_it_is(
 
 
 @pytest.mark.above_statements
-async def test_what_is_no_id_is_refused_by_name(outbox: Outbox, look: Look) -> None:
+async def test_an_invalid_id_is_refused_by_name(outbox: Outbox, look: Look) -> None:
     outbox.handler(MoneyDeposited, name="first")(Journal(lambda envelope: ValueError()))
     async with outbox.transaction("Deposit") as tx:
         tx.emit(MoneyDeposited(uuid4(), Decimal(1)))
@@ -83,13 +83,15 @@ async def test_what_is_no_id_is_refused_by_name(outbox: Outbox, look: Look) -> N
     wrong: list[Any] = ["", "1", "' OR '1'='1", "') OR 1 = 1 -- ", 7, None, b"x" * 16]
     for id in wrong:
         for operation in (admin.retry([id]), admin.skip([id]), admin.inspect(id)):
-            with pytest.raises(ConfigurationError, match="is no id of a notification or an event; expected a UUID"):
+            with pytest.raises(
+                ConfigurationError, match="is not the id of a notification or an event; expected a UUID"
+            ):
                 await operation
     assert await look.states() == {"FAILED": 1}
 
 
 @pytest.mark.above_statements
-async def test_an_id_may_come_as_text(outbox: Outbox) -> None:
+async def test_an_id_may_be_passed_as_text(outbox: Outbox) -> None:
     outbox.handler(MoneyDeposited, name="first")(Journal(lambda envelope: ValueError()))
     async with outbox.transaction("Deposit") as tx:
         tx.emit(MoneyDeposited(uuid4(), Decimal(1)))
@@ -101,14 +103,14 @@ async def test_an_id_may_come_as_text(outbox: Outbox) -> None:
     assert [(await outbox.admin.retry([as_text])).done, (await outbox.admin.skip([as_text])).done] == [1, 1]
 
 
-#: A module that nobody has imported yet, and a class, a function and a variable of it.
+#: A module that is not imported yet, and a class, a function and a variable of it.
 UNUSED = "this"
 ASSERTED = [UNUSED, f"{UNUSED}:s", "os.system", "tests.kit.app.MoneyDeposited"]
 
 
 @pytest.mark.above_statements
 @pytest.mark.parametrize("type", ASSERTED)
-async def test_a_type_that_names_code_is_never_imported_and_never_made(
+async def test_a_type_that_names_code_is_never_imported(
     outbox: Outbox, look: Look, monkeypatch: pytest.MonkeyPatch, type: str
 ) -> None:
     monkeypatch.delitem(sys.modules, UNUSED, raising=False)
@@ -130,8 +132,8 @@ async def test_a_type_that_names_code_is_never_imported_and_never_made(
 
 
 @pytest.mark.above_statements
-async def test_a_row_whose_type_somebody_changed_is_an_ordinary_failure(outbox: Outbox, look: Look) -> None:
-    """A writer of the table can choose among the registered types, and has no further power."""
+async def test_a_row_with_a_changed_type_is_an_ordinary_failure(outbox: Outbox, look: Look) -> None:
+    """A writer of the table can choose among the registered types, and nothing else."""
     journal = Journal()
     outbox.handler(MoneyDeposited, name="first")(journal)
     async with outbox.transaction("Deposit") as tx:
@@ -147,7 +149,7 @@ async def test_a_row_whose_type_somebody_changed_is_an_ordinary_failure(outbox: 
 
 
 @pytest.mark.above_statements
-async def test_a_payload_that_is_no_json_is_refused_and_not_evaluated(outbox: Outbox) -> None:
+async def test_a_payload_that_is_not_json_is_refused_and_not_evaluated(outbox: Outbox) -> None:
     for payload in ("__import__('os')", b"\x80\x04\x95", "!!python/object/apply:os.system ['true']"):
         with pytest.raises(InvalidEvent):
             await outbox.inbox.receive(source="evil", external_id="1", type="MoneyDeposited", payload=payload)

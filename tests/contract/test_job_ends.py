@@ -1,4 +1,4 @@
-"""Whatever a job does is contained, and its result is recorded once, on every database."""
+"""Any failure of a job is contained, and its result is recorded once, on every database."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from outboxio.storage.tables.jobs import END
 from outboxio.testing import MovableClock
 from tests.kit.app import eventually, hang
 from tests.kit.inside import database_of, session_of
-from tests.kit.jobs import look_again, ran
+from tests.kit.jobs import ran, wake_jobs
 from tests.kit.probes import MakeOutbox
 
 pytestmark = [pytest.mark.above_statements, pytest.mark.slow]
@@ -62,7 +62,7 @@ async def reaches(outbox: Outbox, state: str) -> JobRow:
     found: list[JobRow] = []
 
     async def looks() -> bool:
-        look_again(outbox)
+        wake_jobs(outbox)
         found[:] = await outbox.admin.jobs()
         return bool(found) and found[0].state == state
 
@@ -72,7 +72,7 @@ async def reaches(outbox: Outbox, state: str) -> JobRow:
 
 @pytest.mark.parametrize("takes_tx", [False, True])
 @pytest.mark.parametrize(
-    ("end", "said"),
+    ("end", "message"),
     [
         (lambda: raises(SystemExit(3)), "SystemExit: 3"),
         (lambda: raises(KeyboardInterrupt()), "KeyboardInterrupt: "),
@@ -83,13 +83,13 @@ async def reaches(outbox: Outbox, state: str) -> JobRow:
         (lambda: raises(Unprintable()), "Odd"),
     ],
 )
-async def test_whatever_a_job_raises_is_a_failed_attempt(
+async def test_any_exception_of_a_job_is_a_failed_attempt(
     make_outbox: MakeOutbox,
     clock: MovableClock,
     caplog: pytest.LogCaptureFixture,
     takes_tx: bool,
     end: Callable[[], Awaitable[None]],
-    said: str,
+    message: str,
 ) -> None:
     outbox = await make_outbox(clock=clock)
 
@@ -108,13 +108,13 @@ async def test_whatever_a_job_raises_is_a_failed_attempt(
             await outbox.admin.run_job_now("tick")
             row = await reaches(outbox, "RETRYING")
             assert (row.result, row.failed, row.attempts) == ("FAILED", 1, 1)
-            assert said in str(row.error)
+            assert message in str(row.error)
             clock.advance("2s")
             await ran(outbox, succeeded=1, failed=1)
-    assert "job 'tick' failed for" in caplog.text
+    assert "job 'tick' scheduled at" in caplog.text
 
 
-async def test_a_backoff_that_raises_is_replaced_by_the_default(
+async def test_a_failing_backoff_function_is_replaced_by_the_default(
     make_outbox: MakeOutbox, clock: MovableClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     def backoff(attempts: int, error: BaseException) -> timedelta:
@@ -131,10 +131,10 @@ async def test_a_backoff_that_raises_is_replaced_by_the_default(
         await outbox.admin.run_job_now("tick")
         row = await reaches(outbox, "RETRYING")
     assert NOON + timedelta(seconds=25) < row.due_date < NOON + timedelta(seconds=35)
-    assert "the default backoff applies" in caplog.text
+    assert "using the default backoff" in caplog.text
 
 
-async def test_retry_after_may_use_no_attempt(make_outbox: MakeOutbox, clock: MovableClock) -> None:
+async def test_retry_after_can_leave_the_attempt_uncounted(make_outbox: MakeOutbox, clock: MovableClock) -> None:
     outbox, attempts = await make_outbox(clock=clock), list[int]()
 
     @outbox.job("tick", every="1h")
@@ -188,7 +188,7 @@ async def test_only_the_write_of_a_result_is_retried(
             await ran(outbox, succeeded=1 - fails, failed=int(fails))
     row = await row_of(outbox)
     assert (runs, problems, row.result, row.attempts) == ([1], [], "FAILED" if fails else "SUCCEEDED", 1)
-    assert caplog.text.count("the result of a run of job 'tick' could not be written; retrying the write") == 1
+    assert caplog.text.count("cannot write the result of job 'tick'; retrying") == 1
 
 
 async def test_a_refused_error_text_does_not_lose_the_result(
@@ -220,7 +220,7 @@ async def test_a_refused_error_text_does_not_lose_the_result(
     assert (await row_of(outbox)).error == "the database refused this error's text"
 
 
-async def test_leaving_gives_up_an_unwritten_result(
+async def test_leaving_discards_a_result_that_cannot_be_written(
     make_outbox: MakeOutbox, clock: MovableClock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("outboxio.jobs.scheduler.PATIENCE", 0.0)
@@ -243,7 +243,7 @@ async def test_leaving_gives_up_an_unwritten_result(
         await ran(outbox)
         await outbox.admin.run_job_now("tick")
         await refused.wait()
-    assert "the end of a run of job 'tick' could not be written, and counts as interrupted later" in caplog.text
+    assert "result of job 'tick' not written; the run will be recorded as interrupted" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -256,7 +256,7 @@ async def test_leaving_gives_up_an_unwritten_result(
     ],
     ids=str,
 )
-async def test_what_a_commit_has_recorded_is_the_result(
+async def test_the_committed_record_is_the_result(
     make_outbox: MakeOutbox,
     clock: MovableClock,
     monkeypatch: pytest.MonkeyPatch,
@@ -301,7 +301,7 @@ async def test_what_a_commit_has_recorded_is_the_result(
 # --- transactions --------------------------------------------------------------------------------------
 
 
-async def test_jobs_wait_for_transactions_and_none_is_missed(make_outbox: MakeOutbox, clock: MovableClock) -> None:
+async def test_jobs_waiting_for_transactions_are_not_missed(make_outbox: MakeOutbox, clock: MovableClock) -> None:
     outbox, inside, most, free = await make_outbox(clock=clock), 0, 0, asyncio.Event()
     limit = database_of(outbox).handler_transactions
 
@@ -318,7 +318,7 @@ async def test_jobs_wait_for_transactions_and_none_is_missed(make_outbox: MakeOu
         await eventually(lambda: _all(outbox, lambda row: row.next_date == NOON + timedelta(hours=1)))
         clock.advance("1h")
         await eventually(lambda: inside == limit)
-        clock.advance("10m")  # the jobs that wait for a transaction are not missed for that
+        clock.advance("10m")  # jobs that wait for a transaction do not count as missed
         free.set()
         await eventually(lambda: _all(outbox, lambda row: row.succeeded == 1))
         rows = await outbox.admin.jobs()
@@ -359,7 +359,7 @@ async def test_a_job_whose_transaction_cannot_begin_uses_no_attempt(
         clock.advance("2s")
         await ran(outbox, succeeded=1)
     assert attempts == [1]
-    assert "job 'tick' runs again for 2030-01-01 12:00:00 without using an attempt: " in caplog.text
+    assert "job 'tick' scheduled at 2030-01-01 12:00:00 will be retried without counting an attempt: " in caplog.text
 
 
 async def test_leaving_before_the_transaction_begins_uses_no_attempt(
@@ -386,12 +386,12 @@ async def test_leaving_before_the_transaction_begins_uses_no_attempt(
     assert (row.state, row.attempts, row.failed) == ("RETRYING", 0, 0)
 
 
-async def test_leaving_interrupts_a_run(make_outbox: MakeOutbox, clock: MovableClock) -> None:
-    outbox, begun = await make_outbox(clock=clock, settings=Settings(shutdown_timeout="50ms")), asyncio.Event()
+async def test_leaving_interrupts_a_job_run(make_outbox: MakeOutbox, clock: MovableClock) -> None:
+    outbox, started = await make_outbox(clock=clock, settings=Settings(shutdown_timeout="50ms")), asyncio.Event()
 
     @outbox.job("tick", every="1h")
     async def tick() -> None:
-        begun.set()
+        started.set()
         try:
             await hang()
         finally:
@@ -400,6 +400,6 @@ async def test_leaving_interrupts_a_run(make_outbox: MakeOutbox, clock: MovableC
     async with outbox.running():
         await ran(outbox)
         await outbox.admin.run_job_now("tick")
-        await begun.wait()
+        await started.wait()
     row = await row_of(outbox)
     assert (row.result, row.failed, row.error) == ("INTERRUPTED", 1, "the process left running() during the run")

@@ -19,7 +19,7 @@ HOUR = timedelta(hours=1)
 
 
 class Deployments:
-    """Deployments of an application with a single job, one after the other, on the same database."""
+    """Successive deployments of an application with a single job on the same database."""
 
     def __init__(self, make_outbox: MakeOutbox, clock: MovableClock) -> None:
         self.runs: list[datetime] = []
@@ -30,12 +30,12 @@ class Deployments:
 
         @outbox.job("tick", schedule=schedule, timezone=timezone, catch_up=catch_up)
         async def tick(job: Job) -> None:
-            self.runs.append(job.moment)
+            self.runs.append(job.scheduled_at)
 
         return outbox
 
-    async def looked(self, outbox: Outbox, schedule: str) -> None:
-        """Wait until the row follows the schedule, and no time of it is due."""
+    async def follows_schedule(self, outbox: Outbox, schedule: str) -> None:
+        """Wait until the row follows the schedule and is not due."""
 
         async def is_waiting() -> bool:
             (row,) = await outbox.admin.jobs()
@@ -50,7 +50,7 @@ def deployments(make_outbox: MakeOutbox, clock: MovableClock) -> Deployments:
     return Deployments(make_outbox, clock)
 
 
-async def test_a_schedule_in_other_words_repeats_no_run_and_loses_none(
+async def test_an_equivalent_schedule_repeats_no_run_and_loses_none(
     deployments: Deployments, clock: MovableClock
 ) -> None:
     first = await deployments.deploy("30 * * * SUN-SAT", "US/Eastern")
@@ -62,7 +62,7 @@ async def test_a_schedule_in_other_words_repeats_no_run_and_loses_none(
     second = await deployments.deploy("30  */1 * * *", "America/New_York")
     async with second.running():
         await ran(second, succeeded=2)
-        await deployments.looked(second, "30  */1 * * * America/New_York")
+        await deployments.follows_schedule(second, "30  */1 * * * America/New_York")
         (row,) = await second.admin.jobs()
     assert deployments.runs == [NOON + HOUR / 2, NOON + 3 * HOUR / 2]
     assert (row.missed, row.next_date) == (0, NOON + 5 * HOUR / 2)
@@ -77,13 +77,13 @@ async def test_a_slow_clock_does_not_repeat_the_last_run(deployments: Deployment
     clock.set(NOON + HOUR - timedelta(milliseconds=50))
     second = await deployments.deploy("0 */1 * * *")
     async with second.running():
-        await deployments.looked(second, "0 */1 * * * UTC")
+        await deployments.follows_schedule(second, "0 */1 * * * UTC")
         (row,) = await second.admin.jobs()
     assert row.next_date == NOON + 2 * HOUR
 
 
 @pytest.mark.parametrize("former", [None, "15 2 * * *"])
-async def test_no_job_runs_for_a_time_before_it_existed(
+async def test_a_job_does_not_run_for_times_before_its_creation(
     deployments: Deployments, clock: MovableClock, former: str | None
 ) -> None:
     clock.set(datetime(2025, 10, 25, 22))
@@ -97,7 +97,7 @@ async def test_no_job_runs_for_a_time_before_it_existed(
     outbox = await deployments.deploy("45 2 * * *", "Europe/Berlin", catch_up=True)
     async with outbox.running():
         await ran(outbox, succeeded=int(former is not None))
-        await deployments.looked(outbox, "45 2 * * * Europe/Berlin")
+        await deployments.follows_schedule(outbox, "45 2 * * * Europe/Berlin")
         (row,) = await outbox.admin.jobs()
     assert (row.missed, row.next_date) == (0, datetime(2025, 10, 27, 1, 45))
     assert len(deployments.runs) == int(former is not None)
@@ -112,7 +112,7 @@ async def test_after_a_week_of_downtime_only_the_newest_time_may_run(
         await ran(outbox)
         clock.advance(7 * 24 * HOUR + timedelta(minutes=3))
         await ran(outbox, succeeded=int(catch_up))
-        await deployments.looked(outbox, "*/5 * * * * UTC")
+        await deployments.follows_schedule(outbox, "*/5 * * * * UTC")
         (row,) = await outbox.admin.jobs()
     assert deployments.runs == [NOON + 7 * 24 * HOUR] * catch_up
     assert row.next_date == NOON + 7 * 24 * HOUR + timedelta(minutes=5)

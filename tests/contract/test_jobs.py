@@ -1,4 +1,4 @@
-"""Jobs: one run in the cluster for each moment, on every database."""
+"""Jobs: one run in the cluster per scheduled time, on every database."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from uuid import uuid4
 import pytest
 
 from outboxio import ConfigurationError, Job, Outbox, RegistrationError, RetryPolicy, Transaction
-from outboxio.cli.commands.jobs import Given
+from outboxio.cli.commands.jobs import JobOperations
 from outboxio.cli.commands.jobs import jobs as jobs_command
-from outboxio.cli.commands.operations import Manner
+from outboxio.cli.commands.operations import OutputFormat
 from outboxio.model.operating.operation import JobRow
 from outboxio.testing import MovableClock, emitted, run_job
 from tests.kit.app import MoneyDeposited, eventually, hang
@@ -47,7 +47,9 @@ async def declared(outbox: Outbox, name: str = "tick") -> JobRow:
     return await until(outbox, lambda _: True, name)
 
 
-async def test_a_job_runs_once_for_its_moment_without_any_handler(make_outbox: MakeOutbox, clock: MovableClock) -> None:
+async def test_a_job_runs_once_for_its_scheduled_time_without_any_handler(
+    make_outbox: MakeOutbox, clock: MovableClock
+) -> None:
     outbox, runs = await make_outbox(clock=clock), list[Job]()
 
     @outbox.job("tick", every=MINUTE)
@@ -58,19 +60,19 @@ async def test_a_job_runs_once_for_its_moment_without_any_handler(make_outbox: M
         assert (await declared(outbox)).next_date == NOON + MINUTE
         clock.advance(MINUTE)
         done = await until(outbox, lambda job: job.succeeded == 1)
-    assert [(run.name, run.moment, run.attempt) for run in runs] == [("tick", NOON + MINUTE, 1)]
+    assert [(run.name, run.scheduled_at, run.attempt) for run in runs] == [("tick", NOON + MINUTE, 1)]
     assert (done.result, done.state, done.missed, done.next_date) == ("SUCCEEDED", "WAITING", 0, NOON + 2 * MINUTE)
 
 
 @pytest.mark.parametrize(("catch_up", "ran"), [(False, 0), (True, 1)])
-async def test_missed_moments_are_skipped_or_caught_up_once(
+async def test_missed_times_are_skipped_or_caught_up_once(
     make_outbox: MakeOutbox, clock: MovableClock, catch_up: bool, ran: int
 ) -> None:
     outbox, runs = await make_outbox(clock=clock), list[datetime]()
 
     @outbox.job("tick", every="1h", catch_up=catch_up)
     async def tick(job: Job) -> None:
-        runs.append(job.moment)
+        runs.append(job.scheduled_at)
 
     async with outbox.running():
         await declared(outbox)
@@ -79,9 +81,7 @@ async def test_missed_moments_are_skipped_or_caught_up_once(
     assert (found.missed, runs) == (3 - ran, [NOON + timedelta(hours=3)] * ran)
 
 
-async def test_the_effects_of_a_job_commit_with_its_record_or_not_at_all(
-    make_outbox: MakeOutbox, clock: MovableClock
-) -> None:
+async def test_the_effects_of_a_job_commit_with_its_record(make_outbox: MakeOutbox, clock: MovableClock) -> None:
     outbox, fails = await make_outbox(clock=clock), [True]
 
     @outbox.job("tick", every=MINUTE, retry=RetryPolicy(max_attempts=2, base="1s", jitter=0))
@@ -104,7 +104,7 @@ async def test_the_effects_of_a_job_commit_with_its_record_or_not_at_all(
     assert len(payloads) == 1
 
 
-async def test_a_run_that_takes_too_long_is_cancelled(make_outbox: MakeOutbox, clock: MovableClock) -> None:
+async def test_a_job_past_its_timeout_is_cancelled(make_outbox: MakeOutbox, clock: MovableClock) -> None:
     outbox = await make_outbox(clock=clock)
 
     @outbox.job("tick", every=MINUTE, timeout="50ms")
@@ -120,7 +120,7 @@ async def test_a_run_that_takes_too_long_is_cancelled(make_outbox: MakeOutbox, c
     assert "in tick" in str(found.error)
 
 
-async def test_a_run_that_returns_after_its_cancellation_has_failed_and_its_transaction_is_rolled_back(
+async def test_a_job_that_returns_after_its_cancellation_has_failed(
     make_outbox: MakeOutbox, clock: MovableClock
 ) -> None:
     outbox = await make_outbox(clock=clock)
@@ -148,12 +148,12 @@ async def test_a_run_that_returns_after_its_cancellation_has_failed_and_its_tran
     assert await outbox.admin.payloads(["MoneyDeposited"]) == []
 
 
-async def test_an_operator_pauses_a_job_and_orders_a_run(make_outbox: MakeOutbox, clock: MovableClock) -> None:
+async def test_an_operator_pauses_a_job_and_runs_it_now(make_outbox: MakeOutbox, clock: MovableClock) -> None:
     outbox, runs = await make_outbox(clock=clock), list[datetime]()
 
     @outbox.job("tick", every=MINUTE)
     async def tick(job: Job) -> None:
-        runs.append(job.moment)
+        runs.append(job.scheduled_at)
 
     async with outbox.running():
         await declared(outbox)
@@ -172,14 +172,12 @@ async def test_an_operator_pauses_a_job_and_orders_a_run(make_outbox: MakeOutbox
         await outbox.admin.pause_job("tock")
 
 
-async def test_an_order_during_a_run_lets_the_run_end_and_runs_the_job_again(
-    make_outbox: MakeOutbox, clock: MovableClock
-) -> None:
-    outbox, begun, free = await make_outbox(clock=clock), list[datetime](), asyncio.Event()
+async def test_run_now_during_a_run_starts_another_run_afterwards(make_outbox: MakeOutbox, clock: MovableClock) -> None:
+    outbox, started, free = await make_outbox(clock=clock), list[datetime](), asyncio.Event()
 
     @outbox.job("tick", every=MINUTE)
     async def tick(job: Job) -> None:
-        begun.append(job.moment)
+        started.append(job.scheduled_at)
         await free.wait()
 
     async with outbox.running():
@@ -191,12 +189,10 @@ async def test_an_order_during_a_run_lets_the_run_end_and_runs_the_job_again(
         assert (ordered.state, ordered.due_date, ordered.term) == ("RUNNING", before.due_date, before.term)
         free.set()
         done = await until(outbox, lambda job: job.succeeded == 2)
-    assert (begun, done.ordered_date, done.next_date) == ([NOON + MINUTE] * 2, None, NOON + 2 * MINUTE)
+    assert (started, done.ordered_date, done.next_date) == ([NOON + MINUTE] * 2, None, NOON + 2 * MINUTE)
 
 
-async def test_the_row_of_a_job_without_a_process_is_removed_and_a_process_inserts_its_row_anew(
-    make_outbox: MakeOutbox, clock: MovableClock
-) -> None:
+async def test_a_jobs_row_can_be_removed_and_is_inserted_again(make_outbox: MakeOutbox, clock: MovableClock) -> None:
     outbox, free = await make_outbox(clock=clock), asyncio.Event()
 
     @outbox.job("tick", every=MINUTE)
@@ -207,7 +203,7 @@ async def test_the_row_of_a_job_without_a_process_is_removed_and_a_process_inser
         await declared(outbox)
         clock.advance(MINUTE)
         await until(outbox, lambda job: job.state == "RUNNING")
-        with pytest.raises(ConfigurationError, match="job 'tick' runs now, and keeps its row"):
+        with pytest.raises(ConfigurationError, match="job 'tick' is running and cannot be removed"):
             await outbox.admin.remove_job("tick")
         free.set()
         await until(outbox, lambda job: job.succeeded == 1)
@@ -219,7 +215,7 @@ async def test_the_row_of_a_job_without_a_process_is_removed_and_a_process_inser
     assert await outbox.admin.jobs() == []
 
 
-async def test_the_command_line_lists_jobs_and_gives_orders(
+async def test_the_command_line_lists_and_operates_jobs(
     make_outbox: MakeOutbox, clock: MovableClock, capsys: pytest.CaptureFixture[str]
 ) -> None:
     outbox = await make_outbox(clock=clock)
@@ -230,27 +226,25 @@ async def test_the_command_line_lists_jobs_and_gives_orders(
 
     async with outbox.running():
         await declared(outbox)
-        await jobs_command(outbox, Given(pause="tick", run="tick"), Manner(reason="a test"))
+        await jobs_command(outbox, JobOperations(pause="tick", run="tick"), OutputFormat(reason="a test"))
         await until(outbox, lambda job: job.failed == 1)
         capsys.readouterr()
-        await jobs_command(outbox, Given(), Manner())
-        told = capsys.readouterr().out
-        assert all(word in told for word in ("tick", "every 60 s", "PAUSED", "FAILED", "ValueError: no mail server"))
-        await jobs_command(outbox, Given(unpause="tick"), Manner(as_json=True))
+        await jobs_command(outbox, JobOperations(), OutputFormat())
+        output = capsys.readouterr().out
+        assert all(text in output for text in ("tick", "every 60 s", "PAUSED", "FAILED", "ValueError: no mail server"))
+        await jobs_command(outbox, JobOperations(unpause="tick"), OutputFormat(as_json=True))
         assert '"paused_date": null' in capsys.readouterr().out
-        await jobs_command(outbox, Given(pause="tick"), Manner(dry_run=True))
-        assert "jobs would start no run of tick, in any process" in capsys.readouterr().out
+        await jobs_command(outbox, JobOperations(pause="tick"), OutputFormat(dry_run=True))
+        assert "would pause tick in all processes" in capsys.readouterr().out
         with pytest.raises(ConfigurationError, match="no job is named 'tock'"):
-            await jobs_command(outbox, Given(remove="tock"), Manner(dry_run=True))
-    orders = [(order.kind, order.origin, order.reason) for order in reversed(await outbox.admin.operations())]
-    assert orders == [
+            await jobs_command(outbox, JobOperations(remove="tock"), OutputFormat(dry_run=True))
+    operations = [(one.kind, one.origin, one.reason) for one in reversed(await outbox.admin.operations())]
+    assert operations == [
         ("pause_job", "cli", "a test"), ("run_job_now", "cli", "a test"), ("unpause_job", "cli", None),
     ]  # fmt: skip
 
 
-async def test_orders_about_jobs_are_recorded_and_a_refused_order_is_not(
-    make_outbox: MakeOutbox, clock: MovableClock
-) -> None:
+async def test_operations_on_jobs_are_recorded_unless_refused(make_outbox: MakeOutbox, clock: MovableClock) -> None:
     outbox = await make_outbox(clock=clock)
 
     @outbox.job("tick", every=MINUTE)
@@ -264,19 +258,19 @@ async def test_orders_about_jobs_are_recorded_and_a_refused_order_is_not(
     await admin.remove_job("tick")
     with pytest.raises(ConfigurationError, match="no job is named 'tick'"):
         await admin.run_job_now("tick")
-    told = [
-        (order.kind, order.state, order.actor, order.origin, order.reason, order.request)
-        for order in reversed(await outbox.admin.operations())
+    output = [
+        (operation.kind, operation.state, operation.actor, operation.origin, operation.reason, operation.request)
+        for operation in reversed(await outbox.admin.operations())
     ]
     request = {"job": "tick"}
-    assert told == [
+    assert output == [
         ("pause_job", "DONE", "ada", "dashboard", "the ledger is locked", request),
         ("pause_job", "DONE", "bob", "dashboard", None, request),
         ("remove_job", "DONE", "ada", "dashboard", None, request),
     ]
 
 
-async def test_two_processes_run_each_moment_once(make_outbox: MakeOutbox, clock: MovableClock) -> None:
+async def test_two_processes_run_each_scheduled_time_once(make_outbox: MakeOutbox, clock: MovableClock) -> None:
     runs = list[datetime]()
 
     async def process(*further: str) -> Outbox:
@@ -284,7 +278,7 @@ async def test_two_processes_run_each_moment_once(make_outbox: MakeOutbox, clock
 
         @outbox.job("tick", every=MINUTE)
         async def tick(job: Job) -> None:
-            runs.append(job.moment)
+            runs.append(job.scheduled_at)
 
         for name in further:
             outbox.job(name, every=MINUTE)(tick_not)
@@ -308,14 +302,12 @@ class Mailer:
     """A resource."""
 
 
-async def test_a_test_runs_a_job_here_and_now_with_its_transaction_and_hears_of_its_error(
-    make_outbox: MakeOutbox, clock: MovableClock
-) -> None:
+async def test_a_test_runs_a_job_directly_and_gets_its_error(make_outbox: MakeOutbox, clock: MovableClock) -> None:
     outbox, seen = await make_outbox(clock=clock, resources={Mailer: (mailer := Mailer())}), list[object]()
 
     @outbox.job("tick", every=MINUTE, timeout="50ms")
     async def tick(job: Job, tx: Transaction, mailer: Mailer) -> None:
-        seen.append((job.moment, job.attempt, mailer))
+        seen.append((job.scheduled_at, job.attempt, mailer))
         tx.emit(MoneyDeposited(uuid4(), Decimal(job.attempt)))
         if job.attempt == 2:
             raise ValueError("no mail server")
@@ -324,7 +316,7 @@ async def test_a_test_runs_a_job_here_and_now_with_its_transaction_and_hears_of_
 
     await run_job(outbox, "tick")
     with pytest.raises(ValueError, match="no mail server"):
-        await run_job(outbox, "tick", moment=NOON + MINUTE, attempt=2)
+        await run_job(outbox, "tick", scheduled_at=NOON + MINUTE, attempt=2)
     with pytest.raises(TimeoutError, match=r"job 'tick' ran longer than its timeout of 0.05 s"):
         await run_job(outbox, "tick", attempt=3)
     with pytest.raises(ConfigurationError, match="no job is named 'tock'; the jobs of this outbox are 'tick'"):
@@ -348,44 +340,44 @@ async def test_drain_runs_no_job(make_outbox: MakeOutbox, clock: MovableClock) -
     assert runs == []
 
 
-async def test_leaving_waits_for_a_run(make_outbox: MakeOutbox, clock: MovableClock) -> None:
-    outbox, begun = await make_outbox(clock=clock), asyncio.Event()
+async def test_leaving_waits_for_a_job_run(make_outbox: MakeOutbox, clock: MovableClock) -> None:
+    outbox, started = await make_outbox(clock=clock), asyncio.Event()
 
     @outbox.job("tick", every=MINUTE)
     async def tick(job: Job) -> None:
-        begun.set()
+        started.set()
         await job.stopping.wait()
 
     async with outbox.running():
         await declared(outbox)
         clock.advance(MINUTE)
-        await eventually(begun.is_set)
+        await eventually(started.is_set)
     found = await row(outbox)
     assert found is not None
     assert (found.result, found.succeeded) == ("SUCCEEDED", 1)
 
 
-# --- moments and registration ------------------------------------------------------------------------
+# --- scheduled times and registration ----------------------------------------------------------------
 
 
-def test_a_cron_moment_follows_the_wall_clock_over_both_changes_of_daylight_saving() -> None:
+def test_a_cron_schedule_follows_daylight_saving_changes() -> None:
     outbox = Outbox("sqlite://", namespace="app")
 
     @outbox.job("night", schedule="30 2 * * *", timezone="Europe/Berlin")
     async def night() -> None: ...
 
     next_after = outbox._jobs["night"].next_after
-    # The clock jumps from 2:00 to 3:00 on 2026-03-29: the moment comes right after the gap, and once.
+    # The clock jumps from 2:00 to 3:00 on 2026-03-29: the job runs right after the gap, and once.
     spring = [datetime(2026, 3, 28, 12)]
     autumn = [datetime(2026, 10, 24, 12)]
-    for moments in (spring, autumn):
+    for times in (spring, autumn):
         for _ in range(2):
-            moments.append(next_after(moments[-1]))
+            times.append(next_after(times[-1]))
     assert spring[1:] == [datetime(2026, 3, 29, 1), datetime(2026, 3, 30, 0, 30)]
     assert autumn[1:] == [datetime(2026, 10, 25, 0, 30), datetime(2026, 10, 26, 1, 30)]
 
 
-def test_moments_of_a_period_do_not_drift() -> None:
+def test_periodic_times_do_not_drift() -> None:
     outbox = Outbox("sqlite://", namespace="app")
 
     @outbox.job("often", every="7s", jitter="2s")
@@ -398,31 +390,31 @@ def test_moments_of_a_period_do_not_drift() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({}, "neither of schedule and every"),
         ({"schedule": "* * * * *", "every": "1m"}, "both of schedule and every"),
         ({"schedule": "61 * * * *"}, "schedule is '61 \\* \\* \\* \\*'; expected a cron expression"),
         ({"schedule": "* * * * * *"}, "expected a cron expression of five fields"),
-        ({"schedule": "0 0 30 2 *"}, "of a day that comes"),
+        ({"schedule": "0 0 30 2 *"}, "for a date that exists"),
         ({"schedule": "* * * * *", "timezone": "Mars/Base"}, "timezone is 'Mars/Base'"),
         ({"every": "10ms"}, "expected at least 1 s"),
     ],
 )
-def test_a_job_that_cannot_work_is_refused(options: dict[str, str], told: str) -> None:
+def test_an_invalid_job_is_refused(options: dict[str, str], message: str) -> None:
     async def function() -> None: ...
 
-    with pytest.raises(RegistrationError, match=told):
+    with pytest.raises(RegistrationError, match=message):
         Outbox("sqlite://", namespace="app").job("job", **options)(function)  # type: ignore[arg-type]
 
 
-def test_functions_that_cannot_be_called_and_names_that_are_taken_are_refused() -> None:
+def test_uncallable_functions_and_duplicate_names_are_refused() -> None:
     outbox = Outbox("sqlite://", namespace="app")
 
     async def needs(mailer: str) -> None: ...
     async def works() -> None: ...
 
-    with pytest.raises(RegistrationError, match="nothing is known for parameter 'mailer'"):
+    with pytest.raises(RegistrationError, match="unknown parameter 'mailer'"):
         outbox.job("needs", every="1m")(needs)
     with pytest.raises(RegistrationError, match="is not async"):
         outbox.job("plain", every="1m")(lambda: None)  # type: ignore[type-var]

@@ -1,7 +1,7 @@
 """Fan-out of events that this process has just committed, to handlers that take the rows at once.
 
-MySQL and MariaDB claim the events by their ids, and do the rest in the same message; PostgreSQL and SQLite treat them
-like any event. The results are the same.
+MySQL and MariaDB claim the events by id and do everything else in the same message; PostgreSQL and SQLite treat them
+like other events. The results are the same.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Taker:
 
 @pytest.fixture
 async def store(make_outbox: MakeOutbox, look: Look) -> Store:
-    """Events of one type were found already, for a single handler."""
+    """A database on which events of one type were already found, for a single handler."""
     store = Store(await make_outbox(settings=Settings(notify=False)), look)
     await store.subscribe("h")
     await emit(store)
@@ -60,7 +60,7 @@ async def store(make_outbox: MakeOutbox, look: Look) -> Store:
 
 
 async def emit(store: Store, number: int = 1, kind: type[Event] = MoneyDeposited, **options: Any) -> list[EventRecord]:
-    """Commit so many events, and return the written records."""
+    """Commit this many events, and return the written records."""
     async with store.outbox.transaction("Emit") as tx:
         for amount in range(number):
             event = MoneyDeposited(uuid4(), Decimal(amount)) if kind is MoneyDeposited else kind(amount)
@@ -75,7 +75,7 @@ async def fan_out(store: Store, committed: Sequence[EventRecord], *names: str) -
 
 
 @pytest.mark.not_on("postgres", "sqlite", why="PostgreSQL needs one statement anyway, and SQLite hands nothing over")
-async def test_they_are_fanned_out_and_handed_over_in_one_message(make_outbox: MakeOutbox, look: Look) -> None:
+async def test_just_committed_events_are_fanned_out_in_one_message(make_outbox: MakeOutbox, look: Look) -> None:
     with watched(keeps_texts=True) as wire:
         store = Store(await make_outbox(settings=Settings(notify=False)), look)
         await store.subscribe("h")
@@ -96,9 +96,7 @@ async def test_they_are_fanned_out_and_handed_over_in_one_message(make_outbox: M
 
 
 @pytest.mark.not_on("postgres", "sqlite", why="PostgreSQL needs one statement anyway, and SQLite hands nothing over")
-async def test_each_is_taken_so_where_somebody_has_looked_for_others_in_between(
-    make_outbox: MakeOutbox, look: Look
-) -> None:
+async def test_reads_for_other_events_in_between_add_no_message(make_outbox: MakeOutbox, look: Look) -> None:
     with watched() as wire:
         store = Store(await make_outbox(settings=Settings(notify=False)), look)
         await store.subscribe("h")
@@ -114,7 +112,7 @@ async def test_each_is_taken_so_where_somebody_has_looked_for_others_in_between(
     assert trips == [1, 1, 1]
 
 
-async def test_what_is_made_is_what_fan_out_makes_of_any_event(store: Store, look: Look) -> None:
+async def test_just_committed_events_make_the_same_rows(store: Store, look: Look) -> None:
     await store.subscribe("second", types=(), topics=("audit",), priority=3)
     await fan_out(store, await emit(store))  # who is subscribed is read
     await store.fan_out()
@@ -134,7 +132,7 @@ async def test_what_is_made_is_what_fan_out_makes_of_any_event(store: Store, loo
     assert (await store.fan_out()).events == {}
 
 
-async def test_only_by_a_topic(store: Store) -> None:
+async def test_just_committed_events_may_match_by_topic_only(store: Store) -> None:
     await store.subscribe("second", types=(), topics=("audit",))
     await fan_out(store, await emit(store))
     await store.fan_out()
@@ -142,7 +140,7 @@ async def test_only_by_a_topic(store: Store) -> None:
     assert (done.events, done.notifications) == ({"#audit": 1}, 1)
 
 
-async def test_what_is_delivered_already_is_not_made_again(store: Store, look: Look) -> None:
+async def test_delivered_events_are_not_fanned_out_again(store: Store, look: Look) -> None:
     committed = await emit(store, 2)
     await store.fan_out()
     await look.fetch("DELETE FROM {event_notifications}")
@@ -155,26 +153,26 @@ async def test_what_is_delivered_already_is_not_made_again(store: Store, look: L
     assert len(taker.rows) <= 1
 
 
-async def test_what_nobody_wants_stays_undelivered(store: Store, look: Look) -> None:
+async def test_events_without_a_subscriber_stay_undelivered(store: Store, look: Look) -> None:
     done, _ = await fan_out(store, [*await emit(store, 1, Other), *await emit(store)])
     assert done.events == {"MoneyDeposited": 1}
     assert [row["delivered"] for row in await look.events()][-2:] == [False, True]
 
 
-async def test_what_is_due_later_is_made_and_not_handed_over(store: Store) -> None:
+async def test_events_due_later_are_fanned_out_and_not_handed_over(store: Store) -> None:
     committed = await emit(store, available_at=NOW + timedelta(days=1))
     done, taker = await fan_out(store, committed)
     assert (done.notifications, taker.rows) == (1, [])
 
 
-async def test_whoever_subscribed_meanwhile_gets_them_too(store: Store) -> None:
+async def test_a_new_subscriber_gets_the_events_too(store: Store) -> None:
     await store.subscribe("late", types=("MoneyDeposited",), topics=("audit",))
     done, taker = await fan_out(store, await emit(store, topic="audit"), "h", "late")
     assert (done.notifications, len(await store.rows())) == (2, 3)
     assert len({row.id for row in taker.rows}) == len(taker.rows)
 
 
-async def test_a_handler_that_was_renamed_meanwhile_gets_them_once(store: Store) -> None:
+async def test_a_handler_renamed_in_between_gets_events_once(store: Store) -> None:
     await store.subscribe("renamed", aliases=("h",))
     for _ in range(2):
         done, _ = await fan_out(store, await emit(store), "h", "renamed")
@@ -182,7 +180,7 @@ async def test_a_handler_that_was_renamed_meanwhile_gets_them_once(store: Store)
     assert [row.handler_name for row in await store.rows()] == ["h", "renamed", "renamed"]
 
 
-async def test_whoever_left_meanwhile_gets_none(store: Store, look: Look) -> None:
+async def test_a_handler_that_unsubscribed_gets_no_events(store: Store, look: Look) -> None:
     await look.fetch("DELETE FROM {subscriptions}")
     done, taker = await fan_out(store, await emit(store))
     assert (done.events, taker.rows, len(await store.rows())) == ({}, [], 1)
@@ -190,7 +188,7 @@ async def test_whoever_left_meanwhile_gets_none(store: Store, look: Look) -> Non
     assert (await store.fan_out()).notifications == 1
 
 
-async def test_an_ordered_handler_that_came_meanwhile_gets_them_in_order(store: Store, look: Look) -> None:
+async def test_a_new_ordered_handler_gets_the_events_in_order(store: Store, look: Look) -> None:
     await emit(store)  # by another process
     await store.subscribe("ledger", ordered=True)
     committed = await emit(store)
@@ -200,7 +198,7 @@ async def test_an_ordered_handler_that_came_meanwhile_gets_them_in_order(store: 
     assert len(notified) == 2
 
 
-async def test_what_others_commit_waits_for_no_longer_than_a_round(store: Store) -> None:
+async def test_events_of_other_processes_wait_at_most_a_round(store: Store) -> None:
     for _ in range(3):
         await emit(store)  # by another process
         rounds = [(await fan_out(store, await emit(store)))[0].notifications for _ in range(2)]
@@ -208,7 +206,7 @@ async def test_what_others_commit_waits_for_no_longer_than_a_round(store: Store)
 
 
 @pytest.mark.parametrize("types", [1, 20], ids=["few-types", "many-types"])
-async def test_what_comes_up_under_load_waits_for_no_longer_than_a_round(store: Store, types: int) -> None:
+async def test_new_types_under_load_wait_at_most_a_round(store: Store, types: int) -> None:
     await store.subscribe("h", types=("MoneyDeposited", *(f"Another{n}" for n in range(types))))
     for _ in range(5):
         await emit(store)
@@ -223,7 +221,7 @@ async def test_what_comes_up_under_load_waits_for_no_longer_than_a_round(store: 
     assert len(await store.rows("late")) == 1
 
 
-async def test_an_ordered_handler_that_comes_under_load_gets_all_in_order(store: Store, look: Look) -> None:
+async def test_an_ordered_handler_subscribed_under_load_gets_all_in_order(store: Store, look: Look) -> None:
     for _ in range(5):
         await emit(store)
         await store.fan_out()
@@ -239,12 +237,12 @@ async def test_an_ordered_handler_that_comes_under_load_gets_all_in_order(store:
 
 
 @needs_many_writers
-async def test_nobody_elses_transaction_is_waited_for(store: Store, look: Look) -> None:
+async def test_fan_out_waits_for_no_other_transaction(store: Store, look: Look) -> None:
     committed = await emit(store, 3)
     async with open_transaction(look) as (connection, commit):
         lock = f"SELECT id FROM eventlog.events WHERE id = '{committed[1].id}' FOR UPDATE"
         await (mysql.fetch(connection, lock) if look.driver == "aiomysql" else connection.fetch(lock))
-        async with asyncio.timeout(8):  # sooner than a statement gives up waiting for a lock, after 10 s
+        async with asyncio.timeout(8):  # sooner than a statement's lock wait times out, after 10 s
             done, taker = await fan_out(store, committed)
         assert (done.notifications, len(taker.rows)) == (2, 2)
         await commit()
@@ -252,26 +250,26 @@ async def test_nobody_elses_transaction_is_waited_for(store: Store, look: Look) 
 
 
 @pytest.mark.not_on("postgres", "sqlite", why="only MySQL and MariaDB hand rows over before the commit")
-async def test_if_the_commit_fails_they_are_fanned_out_and_handled_again(
+async def test_after_a_failed_commit_events_are_fanned_out_again(
     make_outbox: MakeOutbox, look: Look, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outbox, journal = await make_outbox(settings=Settings(fanout_poll_delay="50ms")), Journal()
     outbox.handler(MoneyDeposited, name="h")(journal)
-    execute, failed = handoff.execute_handing_over, set[str]()
+    execute, failed = handoff.execute_with_handoff, set[str]()
 
     async def failing_once(connection: Any, message: str, *args: Any, **options: Any) -> Any:
         if failed or "NOWAIT" not in message:
             return await execute(connection, message, *args, **options)
         before, commit, rest = message.rpartition("COMMIT")
         counts, looks = await execute(connection, before, *args, **options)
-        if not counts[0]:  # a poll that was under way has taken it
+        if not counts[0]:  # a poll in progress has taken it
             await mysql_connection.execute(connection, f"{commit}{rest}")
             return counts, looks
         failed.update(event_id for (event_id,) in looks[0])
         await eventually(lambda: failed <= {str(envelope.event_id) for envelope in journal.envelopes})
         raise ConnectionError("lost in COMMIT")
 
-    monkeypatch.setattr(fast_path, "execute_handing_over", failing_once)
+    monkeypatch.setattr(fast_path, "execute_with_handoff", failing_once)
     amounts = 0
     async with outbox.running():
         while not failed:

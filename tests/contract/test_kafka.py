@@ -1,4 +1,4 @@
-"""Kafka: what is committed reaches the topics, and what the topics have reaches the inbox once, whatever happens."""
+"""Kafka: committed events reach the topics, and messages of the topics reach the inbox once, whatever fails."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ async def send(kafka: Kafka, topic: str, messages: Sequence[tuple[bytes | None, 
     await producer.start()
     try:
         for key, value, headers in messages:
-            told = [(name, text.encode()) for name, text in headers.items()]
-            await producer.send_and_wait(topic, value, key=key, headers=told)
+            details = [(name, text.encode()) for name, text in headers.items()]
+            await producer.send_and_wait(topic, value, key=key, headers=details)
     finally:
         await producer.stop()
 
@@ -112,7 +112,7 @@ async def test_events_reach_the_topic_with_key_and_attributes(
     assert headers["ce_partitionkey"] == headers["ce_subject"] == records[0].key.decode()
 
 
-async def test_keys_have_the_partitions_of_other_clients(kafka: Kafka, make_outbox: MakeOutbox) -> None:
+async def test_keys_use_the_same_partitions_as_other_clients(kafka: Kafka, make_outbox: MakeOutbox) -> None:
     outbox = await make_outbox()
     await kafka.add_topic("outbox.Wallet", 4)
     outbox.add_handler(relay_to(kafka))
@@ -125,9 +125,7 @@ async def test_keys_have_the_partitions_of_other_clients(kafka: Kafka, make_outb
         assert len({record.partition for record in found if record.key == key.encode()}) == 1
 
 
-async def test_a_message_that_is_too_large_ends_dead_and_the_others_are_sent(
-    kafka: Kafka, make_outbox: MakeOutbox
-) -> None:
+async def test_an_oversized_message_ends_dead_and_the_others_are_sent(kafka: Kafka, make_outbox: MakeOutbox) -> None:
     outbox = await make_outbox()
     await kafka.add_topic("outbox.Wallet", 1)
     outbox.add_handler(relay_to(kafka, connect={"max_request_size": 20_000}))
@@ -138,11 +136,11 @@ async def test_a_message_that_is_too_large_ends_dead_and_the_others_are_sent(
     drained = await outbox.drain()
     [dead] = await outbox.admin.list(state="DEAD")
     assert (drained.succeeded, drained.dead) == (3, 1)
-    assert "20000 at most" in dead.errors[-1]["message"]
+    assert "at most 20000" in dead.errors[-1]["message"]
     assert len(await read(kafka, "outbox.Wallet", 3)) == 3
 
 
-async def test_a_topic_that_cannot_be_is_a_dead_letter_with_the_name(kafka: Kafka, make_outbox: MakeOutbox) -> None:
+async def test_an_invalid_topic_is_a_dead_letter_with_its_name(kafka: Kafka, make_outbox: MakeOutbox) -> None:
     outbox = await make_outbox()
     outbox.add_handler(relay_to(kafka, topics="no topic {model_id}"))
     await outbox.executor.execute(Deposit(["a"]))
@@ -151,7 +149,7 @@ async def test_a_topic_that_cannot_be_is_a_dead_letter_with_the_name(kafka: Kafk
     assert "no topic a" in dead.errors[-1]["message"]
 
 
-async def test_a_broker_that_comes_back_gets_what_was_committed_meanwhile(
+async def test_a_returning_broker_gets_events_committed_during_its_outage(
     broker: Kafka, make_outbox: MakeOutbox, look: Look
 ) -> None:
     assert broker.proxy is not None
@@ -174,7 +172,7 @@ async def test_a_broker_that_comes_back_gets_what_was_committed_meanwhile(
     assert not [row for row in await look.notifications() if row["attempts"] > 1]
 
 
-async def test_a_silent_broker_uses_no_attempt(broker: Kafka, make_outbox: MakeOutbox, look: Look) -> None:
+async def test_an_unresponsive_broker_uses_no_attempt(broker: Kafka, make_outbox: MakeOutbox, look: Look) -> None:
     outbox = await make_outbox()
     await broker.add_topic("outbox.Wallet", 2)
     outbox.add_handler(relay_to(broker, publish_timeout=0.5))
@@ -208,27 +206,27 @@ async def reason(servers: str, **connect: Any) -> str:
     return str(caught.value)
 
 
-async def test_the_reason_of_a_failed_connection_is_told() -> None:
+async def test_the_reason_of_a_failed_connection_is_reported() -> None:
     assert "no connection to Kafka (127.0.0.1:1): " in await reason("127.0.0.1:1")
     assert "Connect call failed" in await reason("127.0.0.1:1")
 
 
 @pytest.mark.parametrize("mechanism", ["PLAIN", "SCRAM-SHA-512"])
-async def test_wrong_credentials_are_told_without_the_password(mechanism: str) -> None:
+async def test_wrong_credentials_are_reported_without_the_password(mechanism: str) -> None:
     async with tansu("--authentication") as broker:
-        told = await reason(
+        details = await reason(
             broker.servers,
             security_protocol="SASL_PLAINTEXT",
             sasl_mechanism=mechanism,
             sasl_plain_username="relay",
             sasl_plain_password="hidden",
         )
-        assert f"are user and password for {mechanism} right?" in told
-        assert "hidden" not in told
-        assert "does the server want TLS or credentials" in await reason(broker.servers)
+        assert f"are user and password for {mechanism} right?" in details
+        assert "hidden" not in details
+        assert "does the server need TLS or credentials" in await reason(broker.servers)
 
 
-async def test_a_certificate_that_does_not_fit_is_told(tmp_path: Path) -> None:
+async def test_a_certificate_mismatch_is_reported(tmp_path: Path) -> None:
     certificate, key = tmp_path / "server.crt", tmp_path / "server.key"
     subprocess.run(  # noqa: ASYNC221  # takes 0.1 s
         [*(programs.need("openssl"), "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"),
@@ -240,18 +238,18 @@ async def test_a_certificate_that_does_not_fit_is_told(tmp_path: Path) -> None:
     server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0, ssl=context)
     async with server:
         servers = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        told = await reason(servers, security_protocol="SSL", ssl_context=ssl.create_default_context())
-    assert "certificate verify failed" in told
+        details = await reason(servers, security_protocol="SSL", ssl_context=ssl.create_default_context())
+    assert "certificate verify failed" in details
 
 
-async def test_wrong_options_are_refused_with_the_remedy(make_outbox: MakeOutbox) -> None:
-    for options, told in (
+async def test_wrong_options_are_refused_with_a_fix(make_outbox: MakeOutbox) -> None:
+    for options, details in (
         ({"topics": "{wallet}"}, "wallet"),
         ({"topics": ""}, "topics"),
         ({"topics": "t", "connect": {"acks": 1}}, "all replicas"),
         ({"topics": "t", "connect": {"aks": 1}}, "acks"),
     ):
-        with pytest.raises(ConfigurationError, match=told):
+        with pytest.raises(ConfigurationError, match=details):
             KafkaRelay("localhost:9092", name="to-kafka", types=(MoneyDeposited,), **options)
     with pytest.raises(ConfigurationError, match="localhost:9092"):
         KafkaRelay("kafka://localhost", name="to-kafka", types=(MoneyDeposited,), topics="t")
@@ -262,7 +260,7 @@ async def test_wrong_options_are_refused_with_the_remedy(make_outbox: MakeOutbox
         KafkaInbox(outbox, "localhost:9092", group="g", topics=["t"], connect={"enable_auto_commit": True})
 
 
-async def test_a_given_producer_is_used_and_not_stopped(broker: Kafka, make_outbox: MakeOutbox) -> None:
+async def test_a_user_producer_is_used_and_not_stopped(broker: Kafka, make_outbox: MakeOutbox) -> None:
     outbox = await make_outbox()
     await broker.add_topic("mine")
     producer = AIOKafkaProducer(bootstrap_servers=broker.servers, acks="all")
@@ -278,31 +276,31 @@ async def test_a_given_producer_is_used_and_not_stopped(broker: Kafka, make_outb
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "details"),
     [({}, "acks=1"), ({"acks": 0}, "acks=0"), ({"transactional_id": "t"}, "has transactional_id=")],
 )
-async def test_a_given_producer_must_wait_for_all_replicas(options: dict[str, Any], told: str) -> None:
+async def test_a_user_producer_must_wait_for_all_replicas(options: dict[str, Any], details: str) -> None:
     producer = AIOKafkaProducer(bootstrap_servers="localhost:9092", **options)
-    with pytest.raises(ConfigurationError, match=told):
+    with pytest.raises(ConfigurationError, match=details):
         KafkaRelay(producer, name="to-kafka", types=(MoneyDeposited,), topics="mine")
     await producer.stop()
 
 
-async def test_a_topic_of_kafka_itself_is_dead(kafka: Kafka, make_outbox: MakeOutbox, look: Look) -> None:
+async def test_an_internal_topic_of_kafka_is_dead(kafka: Kafka, make_outbox: MakeOutbox, look: Look) -> None:
     outbox = await make_outbox()
     outbox.add_handler(relay_to(kafka, topics="{model_id}"))
     await outbox.executor.execute(Deposit(["__consumer_offsets"]))
     await outbox.drain()
     [row] = await look.notifications()
     assert row["state"] == "DEAD"
-    assert "belongs to Kafka itself" in row["errors"]
+    assert "is reserved for Kafka" in row["errors"]
 
 
 # --- the inbox ---------------------------------------------------------------------------------------
 
 
 class Seen:
-    """What the handlers of an outbox have seen, in order."""
+    """What the handlers of an outbox received, in order."""
 
     def __init__(self) -> None:
         self.envelopes: list[EventEnvelope[MoneyDeposited]] = []
@@ -323,7 +321,7 @@ def attributes(id: str) -> dict[str, str]:
     return {"ce_specversion": "1.0", "ce_id": id, "ce_type": "MoneyDeposited", "ce_source": "/bank"}
 
 
-async def test_messages_are_stored_once_in_the_order_of_their_key(broker: Kafka, make_outbox: MakeOutbox) -> None:
+async def test_messages_are_stored_once_and_in_order_per_key(broker: Kafka, make_outbox: MakeOutbox) -> None:
     outbox, seen = await make_outbox(), Seen()
     seen.watch(outbox)
     await broker.add_topic("wallets", 3)
@@ -340,7 +338,9 @@ async def test_messages_are_stored_once_in_the_order_of_their_key(broker: Kafka,
         assert of_key[:40] == [f"e{i}" for i in range(200) if i % 5 == key]
 
 
-async def test_a_message_without_id_has_its_place_as_id(broker: Kafka, make_outbox: MakeOutbox, look: Look) -> None:
+async def test_a_message_without_an_id_gets_its_offset_as_id(
+    broker: Kafka, make_outbox: MakeOutbox, look: Look
+) -> None:
     outbox = await make_outbox()
     await broker.add_topic("plain")
     await send(broker, "plain", [(None, PAYLOAD, {}), (None, PAYLOAD, {})])
@@ -354,7 +354,7 @@ async def test_a_message_without_id_has_its_place_as_id(broker: Kafka, make_outb
     assert found == {("kafka:plain", "plain/0/0"), ("kafka:plain", "plain/0/1")}
 
 
-async def test_poison_goes_to_the_dead_letters_and_holds_up_nobody(broker: Kafka, make_outbox: MakeOutbox) -> None:
+async def test_poison_goes_to_the_dead_letters_and_blocks_nothing(broker: Kafka, make_outbox: MakeOutbox) -> None:
     outbox = await make_outbox()
     await broker.add_topic("wallets")
     await broker.add_topic("wallets.dlq")
@@ -386,7 +386,7 @@ async def test_poison_goes_to_the_dead_letters_and_holds_up_nobody(broker: Kafka
     assert again.refused == 0
 
 
-async def test_two_members_share_the_partitions_and_lose_nothing(broker: Kafka, make_outbox: MakeOutbox) -> None:
+async def test_two_consumers_share_the_partitions_and_lose_nothing(broker: Kafka, make_outbox: MakeOutbox) -> None:
     outbox, seen = await make_outbox(), Seen()
     seen.watch(outbox)
     await broker.add_topic("wallets", 4)
@@ -404,7 +404,7 @@ async def test_two_members_share_the_partitions_and_lose_nothing(broker: Kafka, 
     assert first.received + second.received == 1200 == len(seen.envelopes)
 
 
-async def test_an_inbox_outlives_a_broker_that_is_away(
+async def test_an_inbox_survives_an_unavailable_broker(
     broker: Kafka, make_outbox: MakeOutbox, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert broker.proxy is not None
@@ -421,7 +421,7 @@ async def test_an_inbox_outlives_a_broker_that_is_away(
         await eventually(lambda: inbox.received >= 2)
 
 
-async def test_a_real_kafka_relays_and_receives(make_outbox: MakeOutbox) -> None:
+async def test_relay_and_inbox_work_with_a_real_kafka(make_outbox: MakeOutbox) -> None:
     async with real_kafka() as servers:
         outbox, seen = await make_outbox(), Seen()
         topic = f"outbox.{uuid4()}"

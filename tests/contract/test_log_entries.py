@@ -1,4 +1,4 @@
-"""Log entries about handlers, rows and messages: a single line each, and no value of a payload."""
+"""Log records about handlers, rows and messages are single lines without payload values."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Validation(Exception):
     __str__ = __repr__
 
 
-def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name.startswith("outboxio")]
 
 
@@ -44,7 +44,7 @@ def are_lines(entries: list[str]) -> bool:
     return bool(entries) and all(entry.isprintable() for entry in entries)
 
 
-async def test_a_payload_that_does_not_decode_is_not_quoted_in_the_log_and_is_in_the_errors(
+async def test_an_undecodable_payload_is_stored_but_not_logged(
     outbox: Outbox, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
@@ -54,7 +54,7 @@ async def test_a_payload_that_does_not_decode_is_not_quoted_in_the_log_and_is_in
 
     assert (await outbox.drain()).failed == 2
 
-    entries = told(caplog)
+    entries = logged(caplog)
     assert not any(CARD in entry for entry in entries)
     assert sum("Invalid enum value - at `$.kind`" in entry for entry in entries) == 2
     assert all(CARD in str(record.errors[0]["message"]) for record in await outbox.admin.list())
@@ -71,7 +71,7 @@ async def test_a_payload_that_does_not_decode_is_not_quoted_in_the_log_and_is_in
     ],
     ids=str,
 )
-async def test_an_error_of_many_lines_is_one_line_of_the_log(
+async def test_a_multiline_error_is_one_log_line(
     outbox: Outbox, caplog: pytest.LogCaptureFixture, options: dict[str, Any]
 ) -> None:
     caplog.set_level(logging.DEBUG)
@@ -84,11 +84,11 @@ async def test_an_error_of_many_lines_is_one_line_of_the_log(
 
     await outbox.drain()
 
-    assert are_lines(told(caplog))
-    assert any("forged" in entry for entry in told(caplog))
+    assert are_lines(logged(caplog))
+    assert any("forged" in entry for entry in logged(caplog))
 
 
-async def test_a_name_from_outside_is_one_line_of_the_log(
+async def test_a_name_from_outside_is_one_log_line(
     outbox: Outbox, look: Look, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def handler(envelope: EventEnvelope[Any]) -> None:
@@ -103,11 +103,11 @@ async def test_a_name_from_outside_is_one_line_of_the_log(
 
     assert (await outbox.drain()).failed == 2
 
-    assert are_lines(told(caplog))
-    assert sum("forged" in entry for entry in told(caplog)) == 2
+    assert are_lines(logged(caplog))
+    assert sum("forged" in entry for entry in logged(caplog)) == 2
 
 
-async def test_a_name_of_the_applications_is_one_line_of_the_log(
+async def test_a_name_of_the_application_is_one_log_line(
     make_outbox: MakeOutbox, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
@@ -117,10 +117,10 @@ async def test_a_name_of_the_applications_is_one_line_of_the_log(
         await outbox.executor.execute(Emit((1,)))
         await outbox.drain()
 
-    assert are_lines(told(caplog))
+    assert are_lines(logged(caplog))
 
 
-async def test_where_a_stuck_handler_waits_is_one_line_of_the_log(
+async def test_the_position_of_a_stuck_handler_is_one_log_line(
     make_outbox: MakeOutbox, caplog: pytest.LogCaptureFixture
 ) -> None:
     release = asyncio.Event()
@@ -142,12 +142,12 @@ async def test_where_a_stuck_handler_waits_is_one_line_of_the_log(
     finally:
         release.set()
 
-    (stuck,) = [entry for entry in told(caplog) if "is stuck" in entry]
+    (stuck,) = [entry for entry in logged(caplog) if "is stuck" in entry]
     assert are_lines([stuck])
     assert "in stubborn: await release.wait()" in stuck
 
 
-async def test_what_a_batch_hands_back_by_mistake_is_not_quoted(
+async def test_an_invalid_result_of_a_batch_is_not_quoted(
     outbox: Outbox, look: Look, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def handler(envelopes: list[EventEnvelope[MoneyDeposited]]) -> list[Any]:
@@ -159,5 +159,5 @@ async def test_what_a_batch_hands_back_by_mistake_is_not_quoted(
 
     assert (await outbox.drain()).failed == 1
 
-    assert not any("4242" in entry for entry in told(caplog))
-    assert any("returned a MoneyDeposited among what failed" in entry for entry in told(caplog))
+    assert not any("4242" in entry for entry in logged(caplog))
+    assert any("returned a MoneyDeposited as a failed item" in entry for entry in logged(caplog))

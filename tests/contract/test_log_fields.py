@@ -1,4 +1,4 @@
-"""The fields of log entries, and the fields that a handler's own records get."""
+"""The fields of log records, and the fields added to a handler's own records."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ logger = logging.getLogger("app.shop")
 
 
 class Records(logging.Handler):
-    """The fields of records, as a handler with the filter of outboxio writes them."""
+    """The fields of records, as written by a log handler with the filter of outboxio."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ def records() -> Iterator[Records]:
     root.setLevel(level)
 
 
-JUDGE = "outboxio.runs.judge"
+CLASSIFIER = "outboxio.runs.failure_classifier"
 
 
 async def once_failed(look: Look) -> dict[str, Any]:
@@ -79,7 +79,7 @@ async def once_failed(look: Look) -> dict[str, Any]:
     }  # fmt: skip
 
 
-async def test_the_first_failure_is_a_warning_further_ones_are_information_and_the_end_is_an_error(
+async def test_failures_are_logged_as_warning_then_info_and_finally_error(
     outbox: Outbox, look: Look, clock: MovableClock, records: Records
 ) -> None:
     no = Journal(lambda envelope: ValueError("no"))
@@ -90,18 +90,18 @@ async def test_the_first_failure_is_a_warning_further_ones_are_information_and_t
         clock.advance(timedelta(hours=1))
 
     common = await once_failed(look)
-    told = records.of(JUDGE)
-    assert [{**entry, "message": ""} for entry in told] == [
+    entries = records.of(CLASSIFIER)
+    assert [{**entry, "message": ""} for entry in entries] == [
         {"level": "WARNING", "message": "", **common, "outboxio_attempt": 1, "outboxio_state": "FAILED"},
         {"level": "INFO", "message": "", **common, "outboxio_attempt": 2, "outboxio_state": "FAILED"},
         {"level": "ERROR", "message": "", **common, "outboxio_attempt": 3, "outboxio_state": "DEAD"},
     ]
     event = common["outboxio_event_id"]
-    assert told[2]["message"] == f"handler 'first' failed for event {event} (attempt 3, now DEAD): ValueError('no')"
-    assert len({record.msg for record in records.records if record.name == JUDGE}) == 1
+    assert entries[2]["message"] == f"handler 'first' failed for event {event} (attempt 3, now DEAD): ValueError('no')"
+    assert len({record.msg for record in records.records if record.name == CLASSIFIER}) == 1
 
 
-async def test_a_row_that_expires_after_a_failure_is_an_error_and_before_any_run_a_warning(
+async def test_expiry_is_an_error_after_a_failure_and_otherwise_a_warning(
     outbox: Outbox, look: Look, clock: MovableClock, records: Records
 ) -> None:
     outbox.handler(MoneyDeposited, name="first")(Journal(lambda envelope: ValueError("no")))
@@ -111,23 +111,23 @@ async def test_a_row_that_expires_after_a_failure_is_an_error_and_before_any_run
     clock.advance(timedelta(days=8))
     assert (await outbox.drain()).expired == 2
 
-    ends = [entry for entry in records.of(JUDGE) if entry["outboxio_state"] == "EXPIRED"]
-    # Both ends come in one flood, in which the most severe entry stands for the other entries.
+    ends = [entry for entry in records.of(CLASSIFIER) if entry["outboxio_state"] == "EXPIRED"]
+    # Both records are rate-limited together: the most severe one represents the others.
     assert [entry["level"] for entry in ends] in (["ERROR"], ["WARNING", "ERROR"], ["ERROR", "WARNING"])
-    assert "within the retention, now EXPIRED after 1 attempts" in " ".join(entry["message"] for entry in ends)
+    assert "within the retention; now EXPIRED after 1 attempts" in " ".join(entry["message"] for entry in ends)
     assert all(entry["outboxio_handler"] == "first" and "outboxio_attempt" not in entry for entry in ends)
 
 
-async def test_a_run_that_asks_for_a_later_run_is_no_warning(outbox: Outbox, look: Look, records: Records) -> None:
+async def test_retry_after_is_not_logged_as_a_warning(outbox: Outbox, look: Look, records: Records) -> None:
     outbox.handler(MoneyDeposited, name="first")(Journal(lambda envelope: RetryAfter("1h", count_attempt=False)))
     await outbox.executor.execute(Emit((1,)))
     await outbox.drain()
 
-    (entry,) = records.of(JUDGE)
+    (entry,) = records.of(CLASSIFIER)
     assert (entry["level"], entry["outboxio_error_type"]) == ("INFO", "RetryAfter")
 
 
-async def test_a_hook_that_fails_is_a_warning_and_then_information(
+async def test_a_failing_hook_is_logged_as_warning_and_then_info(
     outbox: Outbox, look: Look, clock: MovableClock, records: Records
 ) -> None:
     async def hook(envelope: EventEnvelope[Any], error: Exception) -> None:
@@ -141,13 +141,15 @@ async def test_a_hook_that_fails_is_a_warning_and_then_information(
         await outbox.drain()
         clock.advance(timedelta(hours=1))
 
-    told = [(entry["level"], entry["outboxio_state"], entry["outboxio_error_type"]) for entry in records.of(JUDGE)]
-    assert told[0] == ("ERROR", "DYING", "ValueError")
-    assert told[1:3] == [("WARNING", "DYING", "LookupError"), ("INFO", "DYING", "LookupError")]
+    entries = [
+        (entry["level"], entry["outboxio_state"], entry["outboxio_error_type"]) for entry in records.of(CLASSIFIER)
+    ]
+    assert entries[0] == ("ERROR", "DYING", "ValueError")
+    assert entries[1:3] == [("WARNING", "DYING", "LookupError"), ("INFO", "DYING", "LookupError")]
 
 
 @pytest.mark.slow
-async def test_thousands_of_equal_failures_are_few_lines_with_the_right_sum(
+async def test_thousands_of_equal_failures_are_few_lines_with_a_count(
     outbox: Outbox, look: Look, records: Records
 ) -> None:
     async def no(envelope: EventEnvelope[Any]) -> None:
@@ -162,10 +164,10 @@ async def test_thousands_of_equal_failures_are_few_lines_with_the_right_sum(
 
     assert (drained.failed, drained.dead) == (1_000, 1_000)
     for handler, level in (("first", "WARNING"), ("second", "ERROR")):
-        told = [entry for entry in records.of(JUDGE) if entry["outboxio_handler"] == handler]
-        assert {entry["level"] for entry in told} == {level}
-        assert len(told) <= seconds + 2
-        assert sum(1 + entry.get("outboxio_suppressed", 0) for entry in told) == 1_000
+        entries = [entry for entry in records.of(CLASSIFIER) if entry["outboxio_handler"] == handler]
+        assert {entry["level"] for entry in entries} == {level}
+        assert len(entries) <= seconds + 2
+        assert sum(1 + entry.get("outboxio_suppressed", 0) for entry in entries) == 1_000
 
 
 async def test_the_failure_of_a_consumed_message_has_the_same_fields(
@@ -177,16 +179,14 @@ async def test_the_failure_of_a_consumed_message_has_the_same_fields(
         headers=HEADERS, on_error="store",
     )  # fmt: skip
 
-    (entry,) = records.of(JUDGE)
+    (entry,) = records.of(CLASSIFIER)
     assert (entry["outboxio_namespace"], entry["outboxio_shard"], entry["outboxio_handler"]) == (
         "app", "default", "first",
     )  # fmt: skip
     assert entry["outboxio_trace_id"] == TRACE
 
 
-async def test_an_action_that_is_run_again_says_which_action_and_where(
-    outbox: Outbox, look: Look, records: Records
-) -> None:
+async def test_a_retried_action_is_logged_with_its_name_and_shard(outbox: Outbox, look: Look, records: Records) -> None:
     class Stale(Emit):
         async def perform(self, tx: Transaction) -> None:
             if not failures:
@@ -203,7 +203,7 @@ async def test_an_action_that_is_run_again_says_which_action_and_where(
     assert UUID(entry["outboxio_action_id"])
 
 
-async def test_each_line_of_the_loops_says_for_which_namespace_and_shard(
+async def test_log_lines_of_the_loops_name_namespace_and_shard(
     make_outbox: MakeOutbox, database_url: str, records: Records
 ) -> None:
     outbox = await make_outbox(namespace="shop", database={"eu": database_url})
@@ -212,24 +212,22 @@ async def test_each_line_of_the_loops_says_for_which_namespace_and_shard(
         await outbox.executor.execute(Emit((1,)))
         await outbox.drain()
 
-    told = records.of("outboxio.runtime.lock_manager")
-    assert {entry["outboxio_lock"] for entry in told} == {"shop/fanout", "shop/dispatch/first"}
-    assert {(entry["outboxio_namespace"], entry["outboxio_shard"]) for entry in told} == {("shop", "eu")}
+    entries = records.of("outboxio.runtime.lock_manager")
+    assert {entry["outboxio_lock"] for entry in entries} == {"shop/fanout", "shop/dispatch/first"}
+    assert {(entry["outboxio_namespace"], entry["outboxio_shard"]) for entry in entries} == {("shop", "eu")}
 
 
 # --- the handler's own records ---------------------------------------------------------------------
 
 
-async def test_the_handlers_own_records_say_for_which_event_they_are(
-    outbox: Outbox, look: Look, records: Records
-) -> None:
-    async def say(envelope: EventEnvelope[Any]) -> None:
+async def test_a_handlers_own_records_name_their_event(outbox: Outbox, look: Look, records: Records) -> None:
+    async def write_log(envelope: EventEnvelope[Any]) -> None:
         logger.info("at work")
         logger.info("at home", extra={"outboxio_shard": "mine"})
         async with asyncio.TaskGroup() as group:
             group.create_task(asyncio.to_thread(logger.info, "in a thread of a task"))
 
-    outbox.handler(MoneyDeposited, name="first")(say)
+    outbox.handler(MoneyDeposited, name="first")(write_log)
     await outbox.executor.execute(Emit((1,)), headers=HEADERS)
     logger.info("before")
     await outbox.drain()
@@ -273,7 +271,7 @@ async def test_each_record_of_a_run_has_model_key_and_correlation_id(
 
     expected = {**await once_failed(look), **KEYS}
     of_handler, of_action, of_run = (
-        fields_in(records.of(name)[0]) for name in ("app.shop", "outboxio.actions.executor", JUDGE)
+        fields_in(records.of(name)[0]) for name in ("app.shop", "outboxio.actions.executor", CLASSIFIER)
     )
     assert of_run == {**expected, "outboxio_attempt": 1, "outboxio_state": "FAILED"}
     assert of_handler == {key: value for key, value in of_run.items() if key not in FAILURE}
@@ -286,7 +284,7 @@ async def test_each_record_of_a_run_has_model_key_and_correlation_id(
 FAILURE = ("outboxio_error_type", "outboxio_state")
 
 
-async def test_a_handler_in_a_thread_and_one_in_a_transaction_have_the_same_fields(
+async def test_threaded_and_transactional_handlers_have_the_same_log_fields(
     outbox: Outbox, look: Look, records: Records
 ) -> None:
     def in_thread(envelope: EventEnvelope[Any]) -> None:
@@ -301,14 +299,12 @@ async def test_a_handler_in_a_thread_and_one_in_a_transaction_have_the_same_fiel
     await outbox.executor.execute(Emit((1,)))
     await outbox.drain()
 
-    told = records.of("app.shop")
-    assert sorted(entry["outboxio_handler"] for entry in told) == ["first", "first", "second"]
-    assert len({entry["outboxio_event_id"] for entry in told}) == 1
+    entries = records.of("app.shop")
+    assert sorted(entry["outboxio_handler"] for entry in entries) == ["first", "first", "second"]
+    assert len({entry["outboxio_event_id"] for entry in entries}) == 1
 
 
-async def test_the_records_of_a_batch_have_the_number_of_events_and_no_single_event(
-    outbox: Outbox, look: Look, records: Records
-) -> None:
+async def test_batch_records_have_the_event_count_and_no_event(outbox: Outbox, look: Look, records: Records) -> None:
     async def many(envelopes: list[EventEnvelope[MoneyDeposited]]) -> None:
         logger.info("%d at once", len(envelopes))
 
@@ -322,7 +318,7 @@ async def test_the_records_of_a_batch_have_the_number_of_events_and_no_single_ev
     }  # fmt: skip
 
 
-async def test_a_row_under_an_alias_has_the_name_of_the_handler_in_all_entries(
+async def test_a_row_under_an_alias_is_logged_under_its_handler(
     make_outbox: MakeOutbox, clock: MovableClock, records: Records
 ) -> None:
     before, after = await make_outbox(clock=clock), await make_outbox(clock=clock)
@@ -330,21 +326,19 @@ async def test_a_row_under_an_alias_has_the_name_of_the_handler_in_all_entries(
     await before.executor.execute(Emit((1,)))
     await before.drain()
 
-    async def say(envelope: EventEnvelope[Any]) -> None:
+    async def write_log(envelope: EventEnvelope[Any]) -> None:
         logger.info("at work")
         raise LookupError
 
-    after.handler(MoneyDeposited, name="new", aliases={"old"})(say)
+    after.handler(MoneyDeposited, name="new", aliases={"old"})(write_log)
     clock.advance(timedelta(hours=1))
     await after.drain()
 
     assert {entry["outboxio_handler"] for entry in records.of("app.shop")} == {"new"}
-    assert {entry["outboxio_handler"] for entry in records.of(JUDGE)} == {"old", "new"}
+    assert {entry["outboxio_handler"] for entry in records.of(CLASSIFIER)} == {"old", "new"}
 
 
-async def test_a_task_that_outlives_its_handler_has_no_fields_of_the_run(
-    outbox: Outbox, look: Look, records: Records
-) -> None:
+async def test_a_task_that_outlives_its_handler_has_no_run_fields(outbox: Outbox, look: Look, records: Records) -> None:
     go_on, tasks = asyncio.Event(), list[asyncio.Task[None]]()
 
     async def late() -> None:
@@ -367,19 +361,19 @@ async def test_a_task_that_outlives_its_handler_has_no_fields_of_the_run(
     assert fields_in(late_one) == {}
 
 
-async def test_the_trace_is_that_of_the_current_span_of_opentelemetry_if_there_is_one(
+async def test_the_trace_fields_come_from_opentelemetrys_current_span(
     outbox: Outbox, look: Look, records: Records
 ) -> None:
     tracer = TracerProvider().get_tracer("tests")
     spans = list[trace.Span]()
 
-    async def say(envelope: EventEnvelope[Any]) -> None:
+    async def write_log(envelope: EventEnvelope[Any]) -> None:
         logger.info("without")
         with tracer.start_as_current_span("work") as span:
             spans.append(span)
             logger.info("within")
 
-    outbox.handler(MoneyDeposited, name="first")(say)
+    outbox.handler(MoneyDeposited, name="first")(write_log)
     await outbox.executor.execute(Emit((1,)), headers=HEADERS)
     with tracer.start_as_current_span("start") as started:
         async with outbox.running():
@@ -400,11 +394,11 @@ async def test_structlog_entries_of_a_handler_have_the_same_fields(outbox: Outbo
 
     log = structlog.wrap_logger(None, processors=[outboxio.logs.structlog_context, keep])
 
-    async def say(envelope: EventEnvelope[Any]) -> None:
+    async def write_log(envelope: EventEnvelope[Any]) -> None:
         log.info("at work", amount=1)
         log.info("at home", outboxio_shard="mine")
 
-    outbox.handler(MoneyDeposited, name="first")(say)
+    outbox.handler(MoneyDeposited, name="first")(write_log)
     await outbox.executor.execute(Emit((1,)), headers=HEADERS)
     await outbox.drain()
     log.info("after")

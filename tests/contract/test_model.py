@@ -1,8 +1,8 @@
-"""Steps of an application, its operator and the clock in any order: the database agrees with the model.
+"""Steps of an application, its operator and the clock in any order: the database matches the model.
 
-Hypothesis generates the steps; after each step every notification is compared, its state, attempts, errors and next due
-time, and the handlers that were called. A failure is shortened to the fewest steps, printed as a list of calls, and
-comes back when the test runs again (see ``properties.py`` for more examples than usual).
+Hypothesis generates the steps. After each step every notification is compared (state, attempts, errors, next due time),
+and so are the called handlers. A failure is shortened to the fewest steps, printed as a list of calls, and repeated in
+the next run (see ``properties.py`` for more examples than usual).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tests.kit import model
 from tests.kit.app import Look
 from tests.kit.model import ROLES, Deployed, Fact, Model, Owed, Role
 from tests.kit.properties import EXAMPLES
-from tests.kit.server_acts import acts_on
+from tests.kit.server_actions import actions_on
 
 pytestmark = pytest.mark.one_of_family
 
@@ -53,7 +53,7 @@ SETTINGS = Settings(
 )
 
 NAMES = sorted(role.stored_as(number) for role in ROLES.values() for number in range(2))
-ALWAYS_THERE = "ledger"  # which of its rows are BLOCKED matters to nobody as long as somebody has it
+ALWAYS_THERE = "ledger"  # while a process has the key, it does not matter which of its rows are BLOCKED
 
 
 class Opened(Event):
@@ -71,7 +71,7 @@ Step = tuple[str, dict[str, Any]]
 
 
 def steps() -> st.SearchStrategy[Step]:
-    """A step and its arguments. Steps with an effect come more often than the rest."""
+    """A step and its arguments. Steps with an effect are more frequent."""
     name, ago = st.sampled_from(NAMES), st.sampled_from([0, 600, 10**7])
     some = st.sets(st.integers(0, 40), min_size=1, max_size=6)
     arguments: dict[str, tuple[int, dict[str, st.SearchStrategy[Any]]]] = {
@@ -107,8 +107,8 @@ def steps() -> st.SearchStrategy[Step]:
     )
 
 
-class Bench:
-    """A database for all examples of a test, emptied for each example."""
+class ExampleDatabase:
+    """A database for all examples of a test, emptied for each one."""
 
     def __init__(self, url: str, runner: asyncio.Runner) -> None:
         self.url = url
@@ -122,7 +122,7 @@ class Bench:
         async with Outbox(self.url, namespace="first") as outbox:
             await outbox.migrate()
         if not self._is_file:  # a given pool keeps its connections from one drain to the next
-            self.database = await self._ends.enter_async_context(acts_on(self.url).pool(12))
+            self.database = await self._ends.enter_async_context(actions_on(self.url).pool(12))
 
     async def clear(self) -> None:
         for table in ("event_notifications", "events", "subscriptions", "pauses"):
@@ -133,24 +133,24 @@ class Bench:
 
 
 @pytest.fixture
-def bench(database_url: str) -> Iterator[Bench]:
+def example_database(database_url: str) -> Iterator[ExampleDatabase]:
     with asyncio.Runner() as runner:
-        bench = Bench(database_url, runner)
-        runner.run(bench.open())
+        example_database = ExampleDatabase(database_url, runner)
+        runner.run(example_database.open())
         logging.disable(logging.CRITICAL)  # handlers fail on purpose, by the thousand
         try:
-            yield bench
+            yield example_database
         finally:
             logging.disable(logging.NOTSET)
-            runner.run(bench.close())
+            runner.run(example_database.close())
 
 
 class Steps(RuleBasedStateMachine):
-    """The steps that there are."""
+    """The available steps."""
 
-    def __init__(self, bench: Bench) -> None:
+    def __init__(self, example_database: ExampleDatabase) -> None:
         super().__init__()
-        self.bench = bench
+        self.example_database = example_database
         self.clock = MovableClock(START)
         self.model = Model(now=START)
         self.facts: dict[int, Fact] = {}
@@ -158,7 +158,7 @@ class Steps(RuleBasedStateMachine):
         self.runs: list[tuple[str, int]] = []
         self.called = {role: Deployed(role) for role in ROLES}
         self.outbox: Outbox | None = None
-        self.wait_for(bench.clear())
+        self.wait_for(example_database.clear())
         self._deploy(set(ROLES))
 
     def wait_for(self, work: Any) -> Any:
@@ -166,9 +166,9 @@ class Steps(RuleBasedStateMachine):
             async with asyncio.timeout(30):
                 return await work
 
-        return self.bench.runner.run(in_time())
+        return self.example_database.runner.run(in_time())
 
-    # One rule, because of several Hypothesis leaves some out of each example: most would have no events, or no drain.
+    # A single rule: with several, Hypothesis omits some from each example, and most would lack events or a drain.
     @rule(step=steps())
     def do(self, step: Step) -> None:
         name, arguments = step
@@ -203,12 +203,12 @@ class Steps(RuleBasedStateMachine):
         self._deploy({*self.model.deployed, role})
 
     def _deploy(self, roles: set[str]) -> None:
-        """A new version of the application replaces the version before."""
+        """A new version of the application replaces the previous one."""
         if self.outbox is not None:
             self.wait_for(self.outbox.close())
         self.model.deployed = {role: self.called[role] for role in sorted(roles)}
         self.outbox = Outbox(
-            self.bench.database, namespace="app", settings=SETTINGS, clock=self.clock
+            self.example_database.database, namespace="app", settings=SETTINGS, clock=self.clock
         )  # fmt: skip
         self.outbox.register(*TYPES.values())
         for name, deployed in self.model.deployed.items():
@@ -272,7 +272,7 @@ class Steps(RuleBasedStateMachine):
         assert answer == expected
 
     def _operate_on(self, name: str, work: Any, expected: object, *, among_rows: bool = False) -> None:
-        """An order that matches no row is refused if the name is unknown."""
+        """An operation that matches no row is refused if the name is unknown."""
         if expected or self.model.knows(name, among_rows=among_rows):
             self._operate(work, expected)
         else:
@@ -323,7 +323,7 @@ class Steps(RuleBasedStateMachine):
     # --- what is compared ----------------------------------------------------------------------
 
     @invariant()
-    def the_database_says_what_the_model_says(self) -> None:
+    def the_database_matches_the_model(self) -> None:
         rows = self.wait_for(self.admin.list(limit=100_000))
         self.ids = {(row.payload["number"], row.handler_name): row.id for row in rows}
 
@@ -346,9 +346,9 @@ class Steps(RuleBasedStateMachine):
 Compared = tuple[str, int, int, datetime | None, datetime | None]
 
 
-async def done(order: Any) -> int:
-    """The number of changed rows of an order."""
-    return int((await order).done)
+async def done(operation: Any) -> int:
+    """The number of rows changed by an operation."""
+    return int((await operation).done)
 
 
 def _as_found(row: Any) -> Compared:
@@ -369,13 +369,13 @@ def _as_expected(row: Owed) -> Compared:
 
 
 @pytest.mark.slow
-def test_the_database_says_what_the_model_says_after_every_step(bench: Bench) -> None:
+def test_the_database_matches_the_model_after_every_step(example_database: ExampleDatabase) -> None:
     # The @reproduce_failure that a failure prints goes here.
     def machine() -> Steps:
-        return Steps(bench)
+        return Steps(example_database)
 
     # Each dialect has examples of its own, so all dialects together try more of them.
-    seed(crc32(urlsplit(bench.url).scheme.encode()))(machine)
+    seed(crc32(urlsplit(example_database.url).scheme.encode()))(machine)
     run_state_machine_as_test(
         machine,
         settings=hypothesis_settings(max_examples=int(EXAMPLES or 5), stateful_step_count=40),

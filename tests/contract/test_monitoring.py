@@ -1,4 +1,4 @@
-"""Alerts and dashboards: every metric in them is exported, and every alert fires, and has a page in the runbook."""
+"""Alerts and dashboards: every metric they use is exported, every alert fires, and each has a runbook page."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from outboxio.integrations.prometheus import OutboxCollector, metrics_text
 from outboxio.testing import memory_outbox
 from tests.kit import promtool
 from tests.kit.app import Emit, MoneyDeposited, eventually
-from tests.kit.jobs import figures_tell_jobs, ran
+from tests.kit.jobs import metrics_include_jobs, ran
 
 pytestmark = pytest.mark.slow
 
@@ -50,7 +50,7 @@ def expressions(dashboard: Path) -> list[str]:
 
 @pytest.fixture
 async def exported() -> set[str]:
-    """The names of all series of an outbox that runs, and has had work of each kind."""
+    """The names of all series of a running outbox that had work of each kind."""
     async with memory_outbox() as outbox:
 
         @outbox.handler(MoneyDeposited, name="h")
@@ -64,7 +64,7 @@ async def exported() -> set[str]:
         OutboxCollector(outbox)
         async with outbox.running():
             await ran(outbox)
-            await figures_tell_jobs(outbox)
+            await metrics_include_jobs(outbox)
             await outbox.execute(Emit((1, 2)))
             await eventually(lambda: outbox.statistics["default"].of("h").dead == 1)
             outbox.statistics["default"].purged_from("events", 0)  # retention removes nothing for a week
@@ -99,7 +99,7 @@ def test_prometheus_understands_every_expression_of_a_dashboard(dashboard: Path,
 
 
 @pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda path: path.stem)
-def test_the_panels_of_a_dashboard_are_told_apart_and_say_what_they_show(dashboard: Path) -> None:
+def test_panels_of_a_dashboard_have_unique_titles_and_descriptions(dashboard: Path) -> None:
     panels = read(dashboard)["panels"]
     ids = [panel["id"] for panel in panels]
 
@@ -113,7 +113,7 @@ def test_prometheus_accepts_the_alerts() -> None:
     promtool.check_rules(ALERTS)
 
 
-def test_every_alert_leads_to_a_page_of_the_runbook_and_every_rule_has_one() -> None:
+def test_every_alert_and_every_rule_has_a_runbook_page() -> None:
     pages = {page.stem: page.read_text("utf-8") for page in RUNBOOK.glob("*.md") if page.stem != "index"}
     links = {rule["alert"]: rule["annotations"]["runbook_url"] for rule in rules()}
     index = (RUNBOOK / "index.md").read_text("utf-8")
@@ -126,12 +126,12 @@ def test_every_alert_leads_to_a_page_of_the_runbook_and_every_rule_has_one() -> 
         assert f"`{alert}`" in (ROOT / link).read_text("utf-8")
     for name, page in pages.items():
         assert f"[{name}]({name}.md)" in index
-        said = f"Rule: `{name}`." if name in RULE_NAMES else "`outboxio health` of the process says, for example:"
-        assert said in page
+        expected = f"Rule: `{name}`." if name in RULE_NAMES else "`outboxio health` of the process says, for example:"
+        assert expected in page
         assert [head for head in HEADS if f"\n## {head}\n" not in page] == [], name
 
 
-HEADS = ("Meaning", "Where to look", "How to mend the fault")
+HEADS = ("Meaning", "Where to look", "How to fix it")
 OF_HANDLER = '{namespace="shop",shard="default",handler="h",instance="a:1"}'
 OF_JOB = '{namespace="shop",shard="default",job="close-day",instance="a:1"}'
 OF_SHARD = '{namespace="shop",shard="default",instance="a:1"}'

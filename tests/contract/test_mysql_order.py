@@ -1,4 +1,4 @@
-"""Order where MySQL and MariaDB need several statements, and key queues and retention on connections of any kind."""
+"""Ordering on MySQL and MariaDB, which needs several statements; key queues and retention on any kind of connection."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from outboxio import Event, Outbox
 from outboxio.handlers.options import Subscription
 from outboxio.storage.mysql import fanout as mysql_fanout
-from outboxio.storage.mysql.claim_plan import MOST_AT_ONCE
+from outboxio.storage.mysql.claim_plan import MAX_KEYS_PER_CLAIM
 from outboxio.storage.mysql.database import MysqlDatabase
 from outboxio.storage.protocols import FanoutRequest, FanoutResult, NewNotification, TransactionLost
 from outboxio.support.scan_position import FairShare
@@ -82,7 +82,7 @@ async def fan_out(outbox: Outbox, limits: dict[str, int] | None = None) -> Fanou
 
 
 async def overtaken(look: Look) -> list[dict[str, Any]]:
-    """Undelivered events of a key of which a later event has notifications."""
+    """Undelivered events of a key with notifications for a later event."""
     newest = "SELECT ordering_key, MAX(sequence) AS sequence FROM {event_notifications} GROUP BY ordering_key"
     return await look.fetch(
         f"SELECT e.sequence, e.ordering_key FROM {{events}} e JOIN ({newest}) n ON n.ordering_key = e.ordering_key "
@@ -100,8 +100,8 @@ SELECT UUID(), 'app', UUID(), 'Emit', '{}', NOW(), NOW(), 'First', '{}', NOW(), 
 # --- many types -------------------------------------------------------------------------------------
 
 
-async def test_of_hundreds_of_types_each_gets_its_turn(outbox: Outbox, look: Look) -> None:
-    """A statement does not claim from all types: the only event of the last type waits for at most three rounds."""
+async def test_each_of_hundreds_of_types_gets_its_turn(outbox: Outbox, look: Look) -> None:
+    """A statement does not claim events of all types: the only event of the last type waits at most three rounds."""
     names, rounds = [f"Type{number:03}" for number in range(150)], 3
     kinds = [type(Event)(name, (Event,), {"__module__": __name__}) for name in names]
     await subscribe(outbox, "h", types=tuple(names))
@@ -111,18 +111,18 @@ async def test_of_hundreds_of_types_each_gets_its_turn(outbox: Outbox, look: Loo
                 tx.emit(kind())
     quotas, found = FairShare(300), list[FanoutResult]()
     while not found or found[-1].full:
-        asked = quotas.limits()
-        found.append(done := await database_of(outbox).events.fan_out(FanoutRequest("app", NOW, LONG_AGO, asked, 300)))
-        quotas.learn(asked if done.looked_at is None else done.looked_at, done.events, done.full)
+        limits = quotas.limits()
+        found.append(done := await database_of(outbox).events.fan_out(FanoutRequest("app", NOW, LONG_AGO, limits, 300)))
+        quotas.learn(limits if done.looked_at is None else done.looked_at, done.events, done.full)
 
-    assert max(len(done.events) for done in found) <= MOST_AT_ONCE
+    assert max(len(done.events) for done in found) <= MAX_KEYS_PER_CLAIM
     assert {name for done in found[:rounds] for name in done.events} == set(names)
     assert sum(done.notifications for done in found) == 149 * 8 + 1
-    assert len(found) <= 2 * rounds + 1, "a turn takes less than it has room for"
+    assert len(found) <= 2 * rounds + 1, "a round claims less than its limit"
     assert await database_of(outbox).stored_events.count_undelivered("app") == 0
 
 
-async def test_locked_types_whose_turn_it_is_cause_no_busy_loop(outbox: Outbox, look: Look) -> None:
+async def test_locked_types_cause_no_busy_loop(outbox: Outbox, look: Look) -> None:
     names = [f"Type{number:03}" for number in range(150)]
     kinds = [type(Event)(name, (Event,), {"__module__": __name__}) for name in names]
     await subscribe(outbox, "h", types=tuple(names))
@@ -138,14 +138,14 @@ async def test_locked_types_whose_turn_it_is_cause_no_busy_loop(outbox: Outbox, 
     assert {name for done in found for name in done.events} == set(names)
 
 
-# --- commits while fan-out looks ---------------------------------------------------------------------
+# --- commits while fan-out reads ---------------------------------------------------------------------
 
 
 class Between:
-    """Holds the statement that claims up, before the driver sends the statement (0), or before a branch (1, 2, ...)."""
+    """Blocks the claiming statement before the driver sends it (0), or before a branch (1, 2, ...)."""
 
     def __init__(self, connection: Any, part: int, lock: str) -> None:
-        self.began, self.goes_on = asyncio.Event(), asyncio.Event()
+        self.started, self.may_continue = asyncio.Event(), asyncio.Event()
         self._part, self._lock = part, lock
         self._send = connection._execute_command
         connection._execute_command = self._slowly
@@ -154,14 +154,14 @@ class Between:
         sent = statement.decode() if isinstance(statement, bytes | bytearray) else statement
         parts = sent.split(" UNION ALL ")
         if parts[0].startswith("START") and "events_undelivered" in parts[0]:
-            self.began.set()
+            self.started.set()
             if self._part:
                 # A column in the lock's name: an expression without rows would be evaluated before all branches.
                 waits = f"GET_LOCK(CONCAT('{self._lock}', 0 * version), 60)"
                 parts.insert(self._part, f"(SELECT 0, '', 0, 0 FROM eventlog.schema_versions WHERE {waits} < 0)")
                 statement = " UNION ALL ".join(parts).encode()
             else:
-                await self.goes_on.wait()
+                await self.may_continue.wait()
         await self._send(command, statement)
 
 
@@ -178,19 +178,19 @@ async def fan_out_with_commits_between(
             return any(lock in str(one["Info"]) and one["State"] == "User lock" for one in await mysql.sessions(holder))
 
         fanning_out = asyncio.create_task(fan_out(outbox))
-        await between.began.wait()
+        await between.started.wait()
         if part:
             await eventually(is_held_up)
         for cls, topic in commits:
             await emit(outbox, cls, "k", topic)
-        assert not fanning_out.done(), "it did not wait in the middle"
-        between.goes_on.set()
+        assert not fanning_out.done(), "it did not wait between the branches"
+        between.may_continue.set()
     await fanning_out
 
 
 @pytest.mark.parametrize("part", [1, 2])
 @pytest.mark.parametrize("classes", [(First, Second), (Second, First), (First, Third), (Third, First)])
-async def test_events_that_are_committed_meanwhile_do_not_overtake_one_another(
+async def test_events_committed_between_statements_do_not_overtake_each_other(
     outbox: Outbox, look: Look, part: int, classes: tuple[type[Event], ...]
 ) -> None:
     await subscribe(outbox, "ledger", ordered=True, types=NAMES)
@@ -202,7 +202,7 @@ async def test_events_that_are_committed_meanwhile_do_not_overtake_one_another(
     assert await look.value("SELECT count(*) FROM {event_notifications} WHERE ordering_key = 'k'") == 2
 
 
-async def test_an_event_that_is_committed_meanwhile_does_not_overtake_by_its_topic(outbox: Outbox, look: Look) -> None:
+async def test_an_event_committed_between_statements_cannot_overtake_by_topic(outbox: Outbox, look: Look) -> None:
     await subscribe(outbox, "ledger", ordered=True, types=("First", "Second"))
     await subscribe(outbox, "plain", topics=("audit",))
     for cls in (First, Second):
@@ -214,9 +214,7 @@ async def test_an_event_that_is_committed_meanwhile_does_not_overtake_by_its_top
     assert await look.value("SELECT count(*) FROM {event_notifications} WHERE ordering_key = 'k'") == 2
 
 
-async def test_an_event_does_not_overtake_by_its_topic_where_its_type_had_nothing_before(
-    outbox: Outbox, look: Look
-) -> None:
+async def test_an_event_of_a_new_type_cannot_overtake_by_topic(outbox: Outbox, look: Look) -> None:
     await subscribe(outbox, "ledger", ordered=True, types=("First", "Second"))
     await subscribe(outbox, "plain", topics=("audit",))
     await emit(outbox, Third, "another", "audit")
@@ -226,8 +224,8 @@ async def test_an_event_does_not_overtake_by_its_topic_where_its_type_had_nothin
     assert await look.value("SELECT count(*) FROM {event_notifications} WHERE ordering_key = 'k'") == 2
 
 
-async def test_types_that_have_nothing_before_are_looked_at_with_the_others(outbox: Outbox, look: Look) -> None:
-    """Between the question which keys wait and the claim, the first event of a type can be committed."""
+async def test_types_without_events_so_far_are_claimed_with_the_others(outbox: Outbox, look: Look) -> None:
+    """Between the read of waiting keys and the claim, the first event of a type can be committed."""
     await subscribe(outbox, "ledger", ordered=True, types=NAMES)
     await emit(outbox, Second, "another")
     await fan_out_with_commits_between(outbox, look, 0, (First, None), (Second, None))
@@ -235,7 +233,7 @@ async def test_types_that_have_nothing_before_are_looked_at_with_the_others(outb
     assert await look.value("SELECT count(*) FROM {event_notifications} WHERE ordering_key = 'k'") == 2
 
 
-async def test_events_that_are_not_committed_are_not_waited_for(outbox: Outbox, look: Look) -> None:
+async def test_fan_out_does_not_wait_for_uncommitted_events(outbox: Outbox, look: Look) -> None:
     await subscribe(outbox, "ledger", ordered=True, types=NAMES)
     async with open_transaction(look) as (connection, commit):
         await mysql.fetch(connection, OPEN_EVENT)
@@ -251,15 +249,15 @@ async def test_a_handler_announced_before_an_event_is_committed_gets_the_event(
 ) -> None:
     await subscribe(outbox, "early", types=NAMES)
     await emit(outbox, First)
-    find_wanted = mysql_fanout.find_wanted
+    find_undelivered_keys = mysql_fanout.find_undelivered_keys
 
     async def then_a_late_handler_subscribes(*args: Any) -> Any:
-        wanted = await find_wanted(*args)
+        wanted = await find_undelivered_keys(*args)
         await subscribe(outbox, "late", types=NAMES)
         await emit(outbox, First)
         return wanted
 
-    monkeypatch.setattr(mysql_fanout, "find_wanted", then_a_late_handler_subscribes)
+    monkeypatch.setattr(mysql_fanout, "find_undelivered_keys", then_a_late_handler_subscribes)
     await fan_out(outbox)
 
     handlers = await look.fetch(
@@ -269,8 +267,8 @@ async def test_a_handler_announced_before_an_event_is_committed_gets_the_event(
     assert [row["handler_name"] for row in handlers] == ["early", "late"]
 
 
-async def test_no_event_of_a_key_overtakes_an_event_that_commits_meanwhile(outbox: Outbox, look: Look) -> None:
-    """Each producer locks the row of a key until COMMIT, so that sequences of a key are in the order of commits."""
+async def test_no_event_of_a_key_overtakes_one_that_commits_concurrently(outbox: Outbox, look: Look) -> None:
+    """Each producer locks the row of a key until COMMIT, so that sequences of a key are in commit order."""
     await subscribe(outbox, "ledger", ordered=True, types=("First",), topics=("audit",))
     await subscribe(outbox, "plain", types=("Second", "Third"), topics=("news",))
     keys = [f"k{i}" for i in range(4)]
@@ -306,21 +304,21 @@ async def test_no_event_of_a_key_overtakes_an_event_that_commits_meanwhile(outbo
 
 
 @pytest.mark.real_time("the server ends a session that is idle for a second")
-async def test_a_fan_out_that_falls_silent_within_its_transaction_is_ended_by_the_server(outbox: Outbox) -> None:
+async def test_the_server_ends_a_fan_out_idle_in_its_transaction(outbox: Outbox) -> None:
     database = database_of(outbox)
     database.cluster_lock("me", None, 0.4)
 
-    async def fall_silent(connection: Any) -> None:
+    async def stall(connection: Any) -> None:
         await asyncio.sleep(1.9)
 
     with pytest.raises(mysql.DRIVER_ERRORS) as caught:
-        await database._fanout.in_transaction(fall_silent)
+        await database._fanout.in_transaction(stall)
     assert database.is_unreachable(caught.value)
 
     await emit(outbox, First)
     await subscribe(outbox, "ledger", ordered=True, types=NAMES)
     assert (await fan_out(outbox)).events == {"First": 1}
-    await asyncio.sleep(1.9)  # between transactions the session may be silent
+    await asyncio.sleep(1.9)  # between transactions the session may be idle
     assert (await fan_out(outbox)).events == {}
     assert database._fanout.is_open
 
@@ -328,7 +326,7 @@ async def test_a_fan_out_that_falls_silent_within_its_transaction_is_ended_by_th
 # --- new notifications ----------------------------------------------------------------------------------
 
 
-def owed(handler_name: str = "ledger") -> NewNotification:
+def new_notification(handler_name: str = "ledger") -> NewNotification:
     return NewNotification(
         id=uuid4(), handler_name=handler_name, state="PENDING", attempts=0, next_retry_at=NOW, errors="[]",
         ordering_key="k", priority=0,
@@ -341,7 +339,7 @@ async def event_id(look: Look) -> UUID:
 
 @pytest.mark.parametrize("ending", ["COMMIT", "ROLLBACK", "CREATE TABLE ends (id INT)"])
 @pytest.mark.parametrize("something", [True, False], ids=["something", "nothing"])
-async def test_nothing_is_owed_where_the_transaction_has_ended(
+async def test_owed_events_are_refused_after_the_transaction_has_ended(
     outbox: Outbox, look: Look, ending: str, something: bool
 ) -> None:
     await emit(outbox, First)
@@ -349,14 +347,14 @@ async def test_nothing_is_owed_where_the_transaction_has_ended(
         await session.begin()
         await mysql.fetch(session.connection, ending)
         with pytest.raises(TransactionLost):
-            await session.insert_notifications(await event_id(look), [owed()] if something else [], NOW)
+            await session.insert_notifications(await event_id(look), [new_notification()] if something else [], NOW)
     assert await look.notifications() == []
     assert await look.value("SELECT delivered FROM {events} WHERE event_type IS NOT NULL") == 0
 
 
 @pytest.mark.parametrize("sql_mode", ["", "NO_BACKSLASH_ESCAPES,ANSI_QUOTES,PIPES_AS_CONCAT"])
 @pytest.mark.parametrize("isolation", ["READ COMMITTED", "SERIALIZABLE"])
-async def test_what_is_owed_on_a_callers_connection_is_committed_by_the_caller(
+async def test_owed_events_are_committed_by_the_caller(
     outbox: Outbox, look: Look, mysql_url: str, sql_mode: str, isolation: str
 ) -> None:
     await emit(outbox, First)
@@ -365,14 +363,16 @@ async def test_what_is_owed_on_a_callers_connection_is_committed_by_the_caller(
         await mysql.fetch(connection, f"SET SESSION TRANSACTION ISOLATION LEVEL {isolation}")
         session = database_of(outbox).wrap(connection)
         assert session is not None
-        await session.insert_notifications(await event_id(look), [owed("q'uo\"te\\"), owed()], NOW)
+        await session.insert_notifications(
+            await event_id(look), [new_notification("q'uo\"te\\"), new_notification()], NOW
+        )
         assert await look.notifications() == []
         await connection.commit()
     assert [row["handler_name"] for row in await look.notifications()] == ["ledger", "q'uo\"te\\"]
 
 
-async def test_claiming_many_locks_no_row_beside_them(outbox: Outbox, look: Look, mysql_url: str) -> None:
-    """With any statistics of the planner: under REPEATABLE READ a scan would lock the whole table."""
+async def test_claiming_many_locks_no_neighbouring_row(outbox: Outbox, look: Look, mysql_url: str) -> None:
+    """With any planner statistics: under REPEATABLE READ a scan would lock the whole table."""
     await subscribe(outbox, "ledger", types=NAMES)
     for _ in range(6):
         await emit(outbox, First)
@@ -390,8 +390,8 @@ async def test_claiming_many_locks_no_row_beside_them(outbox: Outbox, look: Look
 # --- connections of any kind -----------------------------------------------------------------------------
 
 
-async def check_lines_and_removal(outbox: Outbox, look: Look) -> None:
-    """Walk and change key queues, replay and remove ended notifications, with odd characters in keys."""
+async def check_key_queues_and_retention(outbox: Outbox, look: Look) -> None:
+    """Scan and change key queues, replay and remove finished notifications, with unusual characters in keys."""
     database = database_of(outbox)
     keys = sorted(["", "a", "a'b\\", '"', "%s", "\N{GRINNING FACE}"])
     await subscribe(outbox, "ledger", ordered=True, types=NAMES)
@@ -399,17 +399,17 @@ async def check_lines_and_removal(outbox: Outbox, look: Look) -> None:
         await emit(outbox, First, key)
     await fan_out(outbox)
     ids = [UUID(row["id"]) for row in await look.notifications()]
-    lines = database.ordering
+    key_queues = database.ordering
 
-    heads = await lines.heads_after("app", "ledger", None, 100, parks=True)
+    heads = await key_queues.heads_after("app", "ledger", None, 100, parks=True)
     assert list(heads) == keys
-    assert await lines.find_heads("app", ["ledger"], keys, parks=False) == heads
-    assert await lines.block(ids, NOW) == 12
-    assert await lines.unblock("app", ["ledger"], keys, 1, NOW) == 6
-    assert await lines.postpone(ids, LONG_AGO, NOW) == 6
-    assert await lines.find_preceded(ids) == set()
-    assert await lines.find_blocked("app", ["ledger"], 0, 10) == []
-    assert await lines.release([UUID(row["event_id"]) for row in await look.notifications()], NOW) == 6
+    assert await key_queues.find_heads("app", ["ledger"], keys, parks=False) == heads
+    assert await key_queues.block(ids, NOW) == 12
+    assert await key_queues.unblock("app", ["ledger"], keys, 1, NOW) == 6
+    assert await key_queues.postpone(ids, LONG_AGO, NOW) == 6
+    assert await key_queues.find_preceded(ids) == set()
+    assert await key_queues.find_blocked("app", ["ledger"], 0, 10) == []
+    assert await key_queues.release([UUID(row["event_id"]) for row in await look.notifications()], NOW) == 6
 
     await look.fetch("UPDATE {event_notifications} SET state = 'DEAD', created_date = '2000-01-01'")
     assert await database.stored_notifications.resume("app", ["ledger"], "a'b\\", NOW) == 2
@@ -424,12 +424,12 @@ async def check_lines_and_removal(outbox: Outbox, look: Look) -> None:
     assert await look.notifications() == await look.events() == []
 
 
-async def test_lines_and_removal_need_no_selected_database(mysql_url: str, look: Look) -> None:
+async def test_key_queues_and_retention_need_no_selected_database(mysql_url: str, look: Look) -> None:
     async with opened(Outbox(urlsplit(mysql_url)._replace(path="").geturl(), namespace="app")) as outbox:
-        await check_lines_and_removal(outbox, look)
+        await check_key_queues_and_retention(outbox, look)
 
 
-async def test_lines_and_removal_go_over_a_given_pool_of_any_kind(mysql_url: str, look: Look) -> None:
+async def test_key_queues_and_retention_work_over_any_user_pool(mysql_url: str, look: Look) -> None:
     theirs = {
         "init_command": "SET SESSION sql_mode = 'NO_BACKSLASH_ESCAPES,ANSI_QUOTES'",
         "cursorclass": aiomysql.SSDictCursor,
@@ -438,4 +438,4 @@ async def test_lines_and_removal_go_over_a_given_pool_of_any_kind(mysql_url: str
         aiomysql.create_pool(**mysql.address(mysql_url), minsize=0, maxsize=8, **theirs) as pool,
         opened(Outbox(pool, namespace="app")) as outbox,
     ):
-        await check_lines_and_removal(outbox, look)
+        await check_key_queues_and_retention(outbox, look)

@@ -1,4 +1,4 @@
-"""Partitions on MySQL and MariaDB: many locks in a single statement, and orders that are not committed yet."""
+"""Partitions on MySQL and MariaDB: many locks in a single statement, and uncommitted changes of the count."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ async def store(mysql_url: str) -> AsyncIterator[Store]:
         yield Store(outbox, Look(mysql_url))
 
 
-async def test_the_locks_of_many_partitions_are_taken_and_given_back_together(mysql_url: str, store: Store) -> None:
-    """The documentation of both servers names no greatest number of locks of a session."""
+async def test_many_partition_locks_are_taken_and_released_together(mysql_url: str, store: Store) -> None:
+    """The documentation of both servers names no maximum number of locks per session."""
     names = [LockName("app", "dispatch", f"handler-{h}", p) for h in range(10) for p in range(64)]
     database = MysqlDatabase("main", mysql_url)
     first, second = database.cluster_lock("first", None, 60), database.cluster_lock("second", None, 60)
@@ -53,7 +53,7 @@ async def test_the_locks_of_many_partitions_are_taken_and_given_back_together(my
         await database.close()
 
 
-async def test_a_number_that_is_not_committed_yet_stops_nothing(mysql_url: str, store: Store) -> None:
+async def test_an_uncommitted_partition_count_blocks_nothing(mysql_url: str, store: Store) -> None:
     await store.subscribe("ledger", ordered=True)
     await store.subscribe("mail")
     assert store.database.partitions is not None
@@ -71,13 +71,13 @@ async def test_a_number_that_is_not_committed_yet_stops_nothing(mysql_url: str, 
             assert await store.database.ordering.unblock("app", ["ledger"], KEYS, 1, NOW) == len(KEYS)
             ids = [row.id for row in await store.rows("mail")]
             assert await store.database.stored_notifications.retry("app", ids, NOW) == len(ids)
-            assert await store.database.subscriptions.orders("app")
+            assert await store.database.subscriptions.control_state("app")
         await operator.rollback()
 
     assert {row.ordering_key: row.partition_number for row in await store.rows("ledger")} == before
 
 
-async def test_the_partition_of_an_event_without_a_key_is_that_of_its_id_as_text(store: Store) -> None:
+async def test_an_event_without_a_key_is_partitioned_by_its_id(store: Store) -> None:
     await store.subscribe("mail")
     assert store.database.partitions is not None
     await store.database.partitions.set_number("app", "mail", 64, NOW)

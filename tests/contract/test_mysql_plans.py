@@ -1,7 +1,7 @@
-"""On MySQL and MariaDB the cost of a poll depends on the rows found, and not on unrelated rows or on statistics.
+"""On MySQL and MariaDB the cost of a poll depends on the rows found, not on other rows or on statistics.
 
-The tests run the statements of the loops, on the connections of the loops. The handler counters of the server say how
-many rows were read: each counter counts the rows of a kind of access, scans and temporary tables included.
+The tests run the statements of the loops on their connections. The server's handler counters show how many rows were
+read: each counts the rows of one kind of access, including scans and temporary tables.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from outboxio.fanout.fanout import FEW
 from outboxio.handlers.options import Subscription
 from outboxio.model.event import EventRecord
 from outboxio.model.lock_name import LockName, Slot
-from outboxio.model.notification import BEGINNING, DueQuery, Handoff, State
+from outboxio.model.notification import FIRST_POSITION, DueQuery, Handoff, State
 from outboxio.model.outcome import Bucket, Lease, Outcome
 from outboxio.storage.mysql.claim_plan import keys_of, subscribed
 from outboxio.storage.mysql.connection import LoopConnection, fetch
 from outboxio.storage.mysql.database import MysqlDatabase
 from outboxio.storage.mysql.fanout import SUBSCRIPTIONS
-from outboxio.storage.mysql.new_notifications import FEW_MADE, take_committed
+from outboxio.storage.mysql.new_notifications import MAX_SEPARATE_ON_DISK, take_committed
 from outboxio.storage.protocols import FanoutRequest
 from tests.kit import mysql
 from tests.kit.probes import statements_on
@@ -50,14 +50,14 @@ PARTS = 1 if FULL else 8
 TABLES = ("events", "event_notifications", "subscriptions")
 STATISTICS = ("innodb_table_stats", "innodb_index_stats")
 
-#: The numbers from 0 on; a single recursion for all numbers would be too deep.
+#: The numbers from 0; a single recursion over all of them would be too deep.
 NUMBERS = """
 WITH RECURSIVE d(i) AS (SELECT 0 UNION ALL SELECT i + 1 FROM d WHERE i < 999)
 SELECT a.i * 1000 + b.i AS i FROM (SELECT i FROM d WHERE i * 1000 < {number}) a STRAIGHT_JOIN d b
   ON a.i * 1000 + b.i < {number}
 """
 
-#: Rows in the order of the ids: a million pages filled at random would be slow.
+#: Rows in order of their ids: filling a million pages at random would be slow.
 EVENTS = """
 INSERT INTO eventlog.events (id, namespace, action_id, action_name, action_params, started_date, completion_date,
   model_id, model_type, event_type, payload, event_date, delivered, topic)
@@ -102,7 +102,7 @@ class Tables:
         keys: int = 0,
         partitions: int = 1,
     ) -> None:
-        """Rows of so many ordering keys; 0: of none. The rows take turns in the partitions."""
+        """Rows with this many ordering keys; 0: without one. The rows alternate between the partitions."""
         key = f"CONCAT('k', n.i % {keys})" if keys else "NULL"
         values = {"handler": repr(handler), "namespace": repr(namespace), "state": f"'{state}'", "due": f"'{due}'"}
         await self._insert(NOTIFICATIONS, number, key=key, partitions=partitions, **values)
@@ -116,20 +116,20 @@ class Tables:
         await mysql.fetch(self._connection, "ANALYZE TABLE " + ", ".join(f"eventlog.{table}" for table in TABLES))
 
     async def keep_statistics(self) -> None:
-        """From now on only `analyse` makes statistics."""
+        """Let only `analyse` update statistics from now on."""
         for table in TABLES:
             await mysql.fetch(
                 self._connection, f"ALTER TABLE eventlog.{table} STATS_PERSISTENT = 1, STATS_AUTO_RECALC = 0"
             )
         await self.analyse()
 
-    async def remember_belief(self, name: str) -> None:
-        """Keep a copy of the present statistics of the planner."""
+    async def save_statistics(self, name: str) -> None:
+        """Save a copy of the planner's current statistics."""
         for table in STATISTICS:
             kept = f"CREATE TABLE {name}_{table} AS SELECT * FROM mysql.{table} WHERE database_name = 'eventlog'"
             await mysql.fetch(self._connection, kept)
 
-    async def return_to_belief(self, name: str) -> None:
+    async def restore_statistics(self, name: str) -> None:
         for table in STATISTICS:
             await mysql.fetch(self._connection, f"REPLACE INTO mysql.{table} SELECT * FROM {name}_{table}")
         for table in TABLES:  # statistics are read when a table is opened
@@ -137,7 +137,7 @@ class Tables:
 
 
 class Polls:
-    """Every statement of the loops, run as the loops run the statement."""
+    """Every statement of the loops, run as the loops run it."""
 
     def __init__(self, database: MysqlDatabase, leases: Sequence[Lease], slots: Sequence[Lease] = ()) -> None:
         """``slots``: the leases of the partitions of handlers with several partitions."""
@@ -152,7 +152,7 @@ class Polls:
         return sum(done.events.values())
 
     async def hand_over(self, batch: int) -> int:
-        """A fan-out with a handoff; the number of rows handed over."""
+        """Fan out with a handoff; return the number of rows handed over."""
         handoff = Handoff(["h"], batch, lambda _, rows: len(rows), lambda _: None)
         await self._database.events.fan_out(FanoutRequest("app", NOW, LONG_AGO, {}, batch, {}, handoff=handoff))
         return handoff.taken
@@ -174,7 +174,7 @@ class Polls:
         return handoff.taken
 
     async def fan_out_in_order(self) -> int:
-        """About a batch: events behind the last event of a full type are left."""
+        """Fan out about a batch; events after the last event of a full type wait."""
         return min(await self.fan_out("ordered"), IN_ORDER)
 
     async def find_due(self, *names: str) -> int:
@@ -202,10 +202,10 @@ class Polls:
         ]
         return await self._database.notifications.settle(Bucket(State.FAILED, self._attempts, outcomes), NOW)
 
-    async def rehome(self, name: str) -> tuple[int, bool]:
-        """A read of rows that all belong where the rows are."""
+    async def rehash(self, name: str) -> tuple[int, bool]:
+        """Rehash rows that are all in their partition."""
         lease = Lease(LockName("app", "dispatch", name).lease, name, 1)
-        done = await self._database.partitions.rehome("app", lease, BEGINNING, 5, (), NOW)
+        done = await self._database.partitions.rehash("app", lease, FIRST_POSITION, 5, (), NOW)
         return done.moved, done.position is None
 
     async def any_due(self, *names: str) -> bool:
@@ -236,7 +236,7 @@ class Polls:
         return await self._database.stored_notifications.expire("app", names, before, NOW, 10)
 
     async def purge(self) -> tuple[int, int, int]:
-        """With all rows a day too young."""
+        """Purge while all rows are a day too young."""
         before, retention = LONG_AGO - timedelta(days=1), self._database.retention
         notifications = await retention.purge_notifications("app", UUID(int=0), before, before, 100)
         events = await retention.purge_events("app", UUID(int=0), before, 100)
@@ -246,9 +246,9 @@ class Polls:
         return (await self._database.stored_events.count_waiting(namespace, keys, FEW, are_topics=are_topics)).number
 
     async def settle(self, error: str | None = None) -> int:
-        """Rows that fail, so that the next call finds the rows again."""
+        """Settle rows as failed, so that the next call finds them again."""
         due = None if error is None else NOW
-        self._attempts += 1  # rows count that have changed
+        self._attempts += 1  # only changed rows count
         outcomes = [
             Outcome(i, lease, State.FAILED, self._attempts, due, error)
             for i, lease in zip(await self._settled_ids(), cycle(self._leases), strict=False)
@@ -275,14 +275,18 @@ WITH_WORK = sorted([
 ])  # fmt: skip
 
 REACHED = {f"T{i}": 0 for i in range(TYPES)}
-AS_ROWS = FEW_MADE // TYPES * TYPES
+AS_ROWS = MAX_SEPARATE_ON_DISK // TYPES * TYPES
 
 #: The name of each poll, the connection, the call, and the expected result.
 POLLS: dict[str, tuple[str, Poll, Any]] = {
     "a fan-out of a batch": ("_fanout", lambda polls: polls.fan_out(), BATCH),
     "a fan-out by topic": ("_fanout", lambda polls: polls.fan_out("topics"), BATCH),
-    "a fan-out that reads on": ("_fanout", lambda polls: polls.fan_out(after=REACHED), BATCH),
-    "a fan-out by topic that reads on": ("_fanout", lambda polls: polls.fan_out("topics", {"#money": 0}), BATCH),
+    "a fan-out that continues reading": ("_fanout", lambda polls: polls.fan_out(after=REACHED), BATCH),
+    "a fan-out by topic that continues reading": (
+        "_fanout",
+        lambda polls: polls.fan_out("topics", {"#money": 0}),
+        BATCH,
+    ),
     "a fan-out that hands over": ("_fanout", lambda polls: polls.hand_over(BATCH), BATCH),
     "a fan-out that hands over few": ("_fanout", lambda polls: polls.hand_over(AS_ROWS), AS_ROWS),
     "a fan-out of what was just committed": ("_fanout", lambda polls: polls.hand_over_committed(), FEW),
@@ -368,7 +372,7 @@ def polls_of_partitions(number: int) -> dict[str, tuple[str, Poll, Any]]:
             SPREAD,
         ),
         f"the oldest row of {number}": ("_admin", lambda polls: polls.has_an_oldest(spread), True),
-        f"a piece of a backlog of {number}": ("_admin", lambda polls: polls.rehome(spread), (0, False)),
+        f"a chunk of a backlog of {number}": ("_admin", lambda polls: polls.rehash(spread), (0, False)),
     }
 
 
@@ -392,7 +396,7 @@ async def tables_and_polls(url: str) -> AsyncIterator[tuple[Tables, Polls, Mysql
         async with mysql.connected(url) as connection:
             tables = Tables(connection)
             await tables.keep_statistics()
-            await tables.remember_belief("empty")
+            await tables.save_statistics("empty")
             await subscribe(database)
             await fill_a_little(tables)
             yield tables, Polls(database, leases, slots), database
@@ -469,24 +473,24 @@ async def fill_much(tables: Tables) -> None:
 
 
 async def rows_read(on: LoopConnection, how: str = "%") -> int:
-    """The number of rows read by this connection since the opening."""
+    """The number of rows read by this connection since it was opened."""
     found = await on.use(lambda connection: fetch(connection, f"SHOW SESSION STATUS LIKE 'Handler\\_read\\_{how}'"))
     return sum(int(value) for _, value in found)
 
 
 async def cost(on: LoopConnection, work: Callable[[], Awaitable[Any]], how: str = "%") -> tuple[Any, int]:
-    """The result of ``work``, and how many rows ``work`` has read on a connection."""
+    """The result of ``work``, and how many rows it read on a connection."""
     await on.ready()
-    asking = -await rows_read(on, how) + await rows_read(on, how)
+    overhead = -await rows_read(on, how) + await rows_read(on, how)
     before = await rows_read(on, how)
     found = await work()
-    return found, await rows_read(on, how) - before - asking
+    return found, await rows_read(on, how) - before - overhead
 
 
 async def costs(database: MysqlDatabase, polls: Polls) -> dict[str, int]:
     """The rows that each poll reads. Each poll must find the expected rows.
 
-    Soon after many rows were found, due rows are read by another statement; of the two, the larger number counts.
+    After many rows were found, due rows are read by another statement for a while; the larger number counts.
     """
     reads = {}
     await polls._settled_ids()
@@ -508,25 +512,27 @@ def more_than_a_few_percent(small: dict[str, int], large: dict[str, int]) -> dic
     return {name: (small[name], large[name]) for name in small if large[name] > small[name] * 1.05 + SLACK}
 
 
-async def test_every_poll_reads_what_it_finds_whatever_lies_beside_it_and_whatever_the_planner_believes(
+async def test_every_poll_reads_only_what_it_finds(
     mysql_url: str,
 ) -> None:
     async with tables_and_polls(mysql_url) as (tables, polls, database):
         small = await costs(database, polls)
         await tables.analyse()
-        await tables.remember_belief("small")
+        await tables.save_statistics("small")
 
         await fill_much(tables)
 
         reads = {}
-        for belief in ("empty", "small"):
-            await tables.return_to_belief(belief)
-            reads[belief] = await costs(database, polls)
+        for statistics in ("empty", "small"):
+            await tables.restore_statistics(statistics)
+            reads[statistics] = await costs(database, polls)
         await tables.analyse()
         reads["fresh"] = await costs(database, polls)
 
-    grown = {belief: more_than_a_few_percent(small, large) for belief, large in reads.items()}
-    assert grown == {"empty": {}, "small": {}, "fresh": {}}, "believed tables: poll: rows read in small ones, in large"
+    grown = {statistics: more_than_a_few_percent(small, large) for statistics, large in reads.items()}
+    assert grown == {"empty": {}, "small": {}, "fresh": {}}, (
+        "statistics of: poll: rows read in small tables, in large ones"
+    )
 
 
 async def test_rows_read_are_a_small_multiple_of_rows_found(mysql_url: str) -> None:
@@ -538,7 +544,7 @@ async def test_rows_read_are_a_small_multiple_of_rows_found(mysql_url: str) -> N
     assert {name: read for name, read in reads.items() if read > most[name] + SLACK} == {}
 
 
-async def test_settling_looks_up_the_leases_once_and_not_for_each_row(mysql_url: str) -> None:
+async def test_settling_reads_the_leases_once_per_batch(mysql_url: str) -> None:
     async with tables_and_polls(mysql_url) as (_, polls, database):
         await polls._settled_ids()
         settled, looked_up = await cost(database._settle, polls.settle, "key")
@@ -548,7 +554,7 @@ async def test_settling_looks_up_the_leases_once_and_not_for_each_row(mysql_url:
 
 
 @pytest.mark.parametrize("number", NUMBERS_OF_PARTITIONS)
-async def test_the_leases_of_partitions_are_looked_up_once_too(mysql_url: str, number: int) -> None:
+async def test_partition_leases_are_read_once_per_batch(mysql_url: str, number: int) -> None:
     async with tables_and_polls(mysql_url) as (_, polls, database):
         settled, looked_up = await cost(database._settle, lambda: polls.settle_slots(number), "key")
 
@@ -577,7 +583,7 @@ async def test_an_idle_read_of_all_partitions_is_a_single_statement(mysql_url: s
         assert await statements(database, "_find", read) == ["SELECT"]
 
 
-async def test_many_rows_of_partitions_take_a_further_statement_at_the_first_read_only(mysql_url: str) -> None:
+async def test_many_partition_rows_take_an_additional_statement_once(mysql_url: str) -> None:
     async with tables_and_polls(mysql_url) as (_, polls, database):
         many, none = partial(polls.find_due_of_slots, "spread-16", 16), partial(polls.find_due_of_slots, "calm-16", 16)
         assert await statements(database, "_find", many) == ["SELECT"] * 2
@@ -586,7 +592,7 @@ async def test_many_rows_of_partitions_take_a_further_statement_at_the_first_rea
         assert await statements(database, "_find", many) == ["SELECT"] * 2
 
 
-async def test_each_partition_is_read_up_to_its_limit_in_order_however_few_rows_there_are(mysql_url: str) -> None:
+async def test_each_partition_is_read_to_its_limit_in_order(mysql_url: str) -> None:
     async with tables_and_polls(mysql_url) as (tables, _, database):
         await tables.notifications(48, "few", partitions=16)
         wanted = [DueQuery("few", 2, partition=p) for p in range(1, 16)]
@@ -603,7 +609,7 @@ def as_number(found: Any) -> int:
 
 
 async def statements(database: MysqlDatabase, loop: str, work: Callable[[], Awaitable[Any]]) -> list[str]:
-    """The first word of each message that ``work`` sends on the connection of a loop."""
+    """The keyword of each message that ``work`` sends on the connection of a loop."""
     dedicated = getattr(database, loop)
     await dedicated.ready()
     seen = statements_on(dedicated._connection)
@@ -611,11 +617,11 @@ async def statements(database: MysqlDatabase, loop: str, work: Callable[[], Awai
     return [re.sub(r"^SET STATEMENT \w+ = \d+ FOR ", "", s.lstrip("(")).split()[0].rstrip(";") for s in seen]
 
 
-#: By poll: the statements of which each is a message. A fan-out looks at more after another fan-out, so it has its own
-#: tables; the further polls share tables.
+#: The statements of each poll, each in its own message. A fan-out reads more after another fan-out, so it has its own
+#: tables; the other polls share tables.
 MESSAGES: list[dict[str, list[str]]] = [
     {"a fan-out of a batch": ["SELECT", "START", "INSERT"]},
-    {"a fan-out that reads on": ["SELECT", "START", "INSERT"]},
+    {"a fan-out that continues reading": ["SELECT", "START", "INSERT"]},
     {"a fan-out for an ordered handler": ["SELECT", "START", "INSERT"]},
     {"a fan-out of what was just committed": ["START"]},
     {"an idle fan-out": ["SELECT"]},
@@ -649,7 +655,7 @@ async def test_a_batch_takes_as_many_messages_as_one_row(mysql_url: str, expecte
     assert counted == {poll: POLLS[poll][2] for poll in expected}
 
 
-async def test_what_was_just_committed_takes_a_single_message_to_a_handler_with_partitions_too(mysql_url: str) -> None:
+async def test_just_committed_events_reach_a_partitioned_handler_in_one_message(mysql_url: str) -> None:
     async with tables_and_polls(mysql_url) as (_, polls, database):
         await database.partitions.set_number("app", "h", 16, NOW)
         assert await statements(database, "_fanout", polls.hand_over_committed) == ["START"]
@@ -658,8 +664,8 @@ async def test_what_was_just_committed_takes_a_single_message_to_a_handler_with_
     assert len({row.partition_number for row in rows}) > 8
 
 
-async def test_looks_that_find_nothing_in_between_do_not_make_many_rows_come_one_by_one(mysql_url: str) -> None:
-    """A driver takes longer for a row than for all columns of a row."""
+async def test_empty_reads_in_between_keep_rows_aggregated(mysql_url: str) -> None:
+    """For a driver, a further row costs more than a row with more columns."""
     async with tables_and_polls(mysql_url) as (_, polls, database):
         await database._find.ready()
         seen = statements_on(database._find._connection)
@@ -674,8 +680,8 @@ async def test_looks_that_find_nothing_in_between_do_not_make_many_rows_come_one
 # --- hash joins ------------------------------------------------------------------------------------
 
 
-async def test_a_fan_out_hashes_who_is_subscribed_and_never_a_batch_of_events(mysql_url: str) -> None:
-    """Events are wide: a batch of events does not fit into the buffer of a join, and would go through files."""
+async def test_fan_out_hashes_subscriptions_and_never_events(mysql_url: str) -> None:
+    """Events are wide: a batch of events does not fit into a join buffer, and would be written to files."""
     async with tables_and_polls(mysql_url) as (_, polls, database):
         await database._fanout.ready()
         for poll in ("a fan-out of a batch", "a fan-out by topic", "a fan-out for an ordered handler"):
@@ -689,14 +695,14 @@ async def test_a_fan_out_hashes_who_is_subscribed_and_never_a_batch_of_events(my
 
 
 async def _buffered_by(on: LoopConnection, insert: str) -> list[str]:
-    """The tables, by alias, of the rows that the joins of a statement buffer."""
+    """The tables, by alias, whose rows are buffered by the joins of a statement."""
     before, insert, rest = insert.partition("INSERT INTO")
 
     async def explained(how: str) -> list[Any]:
         return await on.use(lambda connection: fetch(connection, f"{before}{how} {insert}{rest}"))
 
     if on._server.flavour.name == "mysql":
-        # The hashed table is below "-> Hash", farther to the right.
+        # The hashed table is below "-> Hash", with a deeper indentation.
         [[tree]] = await explained("EXPLAIN FORMAT=TREE")
         below = re.findall(r"^( *)-> Hash\n((?:\1 .*\n?)+)", tree, re.MULTILINE)
         return [table for _, lines in below for table in re.findall(r" scan on (\w+)", lines)]

@@ -1,4 +1,4 @@
-"""Features of MySQL and MariaDB alone: settings of the server, sizes, flavours, pools, sockets, rights, migrations."""
+"""Features of MySQL and MariaDB only: server settings, sizes, flavours, pools, sockets, rights, migrations."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from tests.kit import mysql
 from tests.kit.app import WALLETS, Emit, Journal, Look, MoneyDeposited, WalletOpened, eventually, opened
 from tests.kit.opened_by import OF_MYSQL
 from tests.kit.probes import add_wallet, balances, doing, written
-from tests.kit.server_acts import acts_on
+from tests.kit.server_actions import actions_on
 from tests.kit.spies import deposits
 
 pytestmark = pytest.mark.with_tables
@@ -61,7 +61,7 @@ class Numbered(Event):
 
 
 class Note(Action):
-    """An action with odd characters in the parameters."""
+    """An action with unusual characters in its parameters."""
 
     text: str
 
@@ -98,7 +98,7 @@ async def set_globally(look: Look, settings: dict[str, Any]) -> None:
 
 
 async def check_flow(outbox: Outbox, look: Look) -> None:
-    """The whole way of an event through an outbox, with odd characters in texts."""
+    """The whole path of an event through an outbox, with unusual characters in texts."""
     first, second = Journal(), Journal()
 
     @outbox.handler(MoneyDeposited, name="first")
@@ -179,12 +179,12 @@ PACKET = 2 * 2**20
 
 @asynccontextmanager
 async def small_packets(mysql_url: str, look: Look) -> AsyncIterator[Outbox]:
-    """An outbox on a server that takes and sends at most 2 MiB at once."""
+    """An outbox on a server that accepts and sends at most 2 MiB at once."""
     async with server_settings(look, max_allowed_packet=PACKET), opened(Outbox(mysql_url, namespace="app")) as outbox:
         yield outbox
 
 
-async def test_a_batch_is_no_larger_than_the_server_takes(mysql_url: str, look: Look) -> None:
+async def test_a_batch_is_limited_to_the_servers_packet_size(mysql_url: str, look: Look) -> None:
     settings = Settings(fanout_batch_size=1_000_000)
     async with (
         server_settings(look, max_allowed_packet=2**18),
@@ -196,7 +196,7 @@ async def test_a_batch_is_no_larger_than_the_server_takes(mysql_url: str, look: 
 
 
 async def check_that_it_is_handled(outbox: Outbox, event: Event, params: Any = None) -> None:
-    """Delivered, retried once by itself, listed, and retried by hand."""
+    """Check that the event is delivered, retried automatically, listed, and retried by hand."""
     journal = Journal(lambda envelope: RetryAfter("1ms") if len(journal) == 1 else None)
     outbox.handler(type(event), name="handles")(journal)
     async with outbox.transaction("Large", params) as tx:
@@ -217,14 +217,14 @@ async def check_that_it_is_handled(outbox: Outbox, event: Event, params: Any = N
     [
         (Noted("x" * (PACKET - 2000)), None),
         (Noted("\N{GRINNING FACE}" * ((PACKET - 2000) // 4)), None),
-        # MySQL stores five bytes for each number, and writes a space after each comma: more bytes than were sent.
+        # MySQL stores five bytes for each number and writes a space after each comma: more bytes than were sent.
         (Numbered([1] * 400_000), None),
         (Numbered([1] * 400_000), {"numbers": [1] * 400_000}),
         (Noted("x" * 1_000_000), {"text": "x" * 1_000_000}),
     ],
     ids=["text", "four-bytes", "numbers", "numbers-twice", "text-twice"],
 )
-async def test_an_event_that_is_nearly_as_long_as_a_packet_is_handled(
+async def test_an_event_nearly_as_long_as_a_packet_is_handled(
     mysql_url: str, look: Look, event: Event, params: Any
 ) -> None:
     async with small_packets(mysql_url, look) as outbox:
@@ -232,9 +232,7 @@ async def test_an_event_that_is_nearly_as_long_as_a_packet_is_handled(
 
 
 @pytest.mark.parametrize("text", ["x" * PACKET, "'" * (PACKET // 2 + 1)], ids=["itself", "once-escaped"])
-async def test_an_event_that_is_longer_than_a_packet_is_refused_with_the_limit(
-    mysql_url: str, look: Look, text: str
-) -> None:
+async def test_an_event_longer_than_a_packet_is_refused_with_the_limit(mysql_url: str, look: Look, text: str) -> None:
     async with small_packets(mysql_url, look) as outbox:
         await look.fetch(WALLETS)
 
@@ -249,8 +247,8 @@ async def test_an_event_that_is_longer_than_a_packet_is_refused_with_the_limit(
         assert await balances(look) == []
 
 
-async def test_an_event_whose_json_the_server_cannot_spell_is_refused_or_handled(mysql_url: str, look: Look) -> None:
-    """MySQL writes JSON in a spelling of the server; MariaDB keeps JSON unchanged."""
+async def test_an_event_whose_json_the_server_rewrites_is_refused_or_handled(mysql_url: str, look: Look) -> None:
+    """MySQL rewrites JSON; MariaDB stores it unchanged."""
     event = Numbered([1] * 900_000)
     async with small_packets(mysql_url, look) as outbox:
         if look.dialect == "mariadb":
@@ -262,7 +260,7 @@ async def test_an_event_whose_json_the_server_cannot_spell_is_refused_or_handled
         assert await written(look) == []
 
 
-async def test_events_that_exceed_a_packet_together_are_written_whole(mysql_url: str, look: Look) -> None:
+async def test_events_that_exceed_a_packet_together_are_all_written(mysql_url: str, look: Look) -> None:
     texts = [character * 900_000 for character in "abcdefg"]
     journal = Journal()
     async with small_packets(mysql_url, look) as outbox:
@@ -276,7 +274,7 @@ async def test_events_that_exceed_a_packet_together_are_written_whole(mysql_url:
         assert sorted(record.payload["text"] for record in await outbox.admin.list() if record.payload) == texts
 
 
-async def test_due_rows_that_do_not_fit_into_one_text_are_found_all_the_same(mysql_url: str, look: Look) -> None:
+async def test_due_rows_too_large_for_one_text_are_found(mysql_url: str, look: Look) -> None:
     journal = Journal()
     async with small_packets(mysql_url, look) as outbox:
         outbox.handler(Noted, name="handles")(journal)
@@ -288,7 +286,7 @@ async def test_due_rows_that_do_not_fit_into_one_text_are_found_all_the_same(mys
         assert sorted(envelope.event.text for envelope in journal.envelopes) == texts
 
 
-async def test_many_events_of_which_the_last_is_refused_leave_nothing(mysql_url: str, look: Look) -> None:
+async def test_many_events_with_a_refused_last_one_leave_nothing(mysql_url: str, look: Look) -> None:
     async with small_packets(mysql_url, look) as outbox:
 
         async def emit(tx: Transaction) -> None:
@@ -305,16 +303,14 @@ async def test_many_events_of_which_the_last_is_refused_leave_nothing(mysql_url:
 OTHER = {"mysql": "mariadb", "mariadb": "mysql"}
 
 
-async def test_a_url_with_the_other_flavours_scheme_leads_to_the_server_all_the_same(
-    mysql_url: str, look: Look
-) -> None:
+async def test_a_url_of_the_other_flavour_reaches_the_server(mysql_url: str, look: Look) -> None:
     wrong = urlsplit(mysql_url)._replace(scheme=OTHER[look.dialect]).geturl()
     async with opened(Outbox(wrong, namespace="app")) as outbox:
         assert outbox.executor.shard(None).database.dialect == look.dialect
         await check_flow(outbox, look)
 
 
-async def test_an_action_alone_finds_out_which_flavour_it_is(outbox: Outbox, mysql_url: str, look: Look) -> None:
+async def test_a_single_action_detects_the_flavour(outbox: Outbox, mysql_url: str, look: Look) -> None:
     wrong = urlsplit(mysql_url)._replace(scheme=OTHER[look.dialect]).geturl()
     async with Outbox(wrong, namespace="app") as other:
         database = other.executor.shard(None).database
@@ -340,13 +336,13 @@ async def test_an_action_alone_finds_out_which_flavour_it_is(outbox: Outbox, mys
     ],
     ids=["autocommit", "no-autocommit", "dicts", "unbuffered", "found-rows", "all", "other-sql-mode"],
 )
-async def test_a_given_pool_of_any_kind_does_all(mysql_url: str, look: Look, options: dict[str, Any]) -> None:
+async def test_any_kind_of_user_pool_supports_everything(mysql_url: str, look: Look, options: dict[str, Any]) -> None:
     async with (
         mysql.pool(mysql_url, minsize=0, maxsize=8, **options) as pool,
         opened(Outbox(pool, namespace="app")) as outbox,
     ):
         await check_flow(outbox, look)
-        await acts_on(mysql_url).comes_to_rest(pool)
+        await actions_on(mysql_url).becomes_idle(pool)
 
 
 #: Settings that an application may have, all different from the defaults and from the settings of the loops.
@@ -354,7 +350,7 @@ THEIRS = """SET SESSION sql_mode = 'ANSI_QUOTES', innodb_lock_wait_timeout = 33,
     sql_notes = 1, max_error_count = 13, wait_timeout = 1234, net_write_timeout = 77, collation_connection =
     'utf8mb4_unicode_ci', time_zone = '+03:00'; SET SESSION TRANSACTION ISOLATION LEVEL SERIALIZABLE"""
 
-#: Variables that change from moment to moment, or from connection to connection.
+#: Variables that change over time or between connections.
 OF_THE_MOMENT = {
     "timestamp", "pseudo_thread_id", "pseudo_slave_mode", "rand_seed1", "rand_seed2", "last_insert_id", "identity",
     "insert_id", "error_count", "warning_count", "in_transaction", "last_gtid", "gtid_binlog_state", "gtid_next",
@@ -369,7 +365,7 @@ async def session_variables(connection: Any) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("autocommit", [True, False])
-async def test_connections_come_back_to_a_given_pool_as_they_were(mysql_url: str, look: Look, autocommit: bool) -> None:
+async def test_connections_return_to_a_user_pool_unchanged(mysql_url: str, look: Look, autocommit: bool) -> None:
     theirs = {"init_command": THEIRS, "client_flag": CLIENT.MULTI_STATEMENTS, "autocommit": autocommit}
     async with mysql.pool(mysql_url, minsize=0, maxsize=8, **theirs) as pool:
         async with pool.acquire() as connection:
@@ -394,8 +390,8 @@ async def test_a_connection_is_one_of_the_driver(mysql_url: str) -> None:
         assert type(tx.connection).__module__.partition(".")[0] == OF_MYSQL
 
 
-async def test_the_private_attributes_of_aiomysql_that_are_used_are_still_there(mysql_url: str) -> None:
-    """A new version of aiomysql may rename private attributes: ``outboxio/storage/mysql/driver.py`` has to follow."""
+async def test_the_private_attributes_of_aiomysql_still_exist(mysql_url: str) -> None:
+    """A new version of aiomysql may rename private attributes: ``outboxio/storage/mysql/driver.py`` must follow."""
     async with Outbox(mysql_url, namespace="app") as outbox:
         database: Any = outbox.executor.shard(None).database
         connection = await database._connect()
@@ -415,8 +411,8 @@ async def test_the_private_attributes_of_aiomysql_that_are_used_are_still_there(
 
 
 @pytest.mark.xfail(OF_MYSQL == "asyncmy", reason="asyncmy reads such a row as the end of the result", strict=True)
-async def test_a_row_is_read_whatever_its_length(mysql_url: str, look: Look) -> None:
-    """From 16 MiB on a row comes in several packets, and begins like the end of a result."""
+async def test_a_row_of_any_length_is_read(mysql_url: str, look: Look) -> None:
+    """From 16 MiB on a row consists of several packets, and starts like the end of a result."""
     async with (
         server_settings(look, max_allowed_packet=2**26),
         opened(Outbox(mysql_url, namespace="app")) as outbox,
@@ -429,9 +425,9 @@ async def test_a_row_is_read_whatever_its_length(mysql_url: str, look: Look) -> 
 
 
 async def test_two_tasks_that_wait_for_one_connection_never_hang(mysql_url: str) -> None:
-    """Behind the back of ``tx``, which would refuse."""
+    """On the raw connection; ``tx`` would refuse."""
 
-    async def ask(connection: Any) -> Any:
+    async def select(connection: Any) -> Any:
         async with connection.cursor(aiomysql.Cursor) as cursor:
             await cursor.execute("SELECT SLEEP(0.1)")
             return await cursor.fetchall()
@@ -440,7 +436,7 @@ async def test_two_tasks_that_wait_for_one_connection_never_hang(mysql_url: str)
         database: Any = outbox.executor.shard(None).database
         connection = await database._connect()
         async with asyncio.timeout(10):
-            answers = await asyncio.gather(*(ask(connection) for _ in range(2)), return_exceptions=True)
+            answers = await asyncio.gather(*(select(connection) for _ in range(2)), return_exceptions=True)
         assert any(isinstance(answer, Exception) for answer in answers)
         drop(connection)
 
@@ -452,7 +448,7 @@ def is_here(socket: str) -> bool:
     return Path(socket).is_socket()
 
 
-async def test_a_unix_socket_leads_to_the_server(mysql_url: str, look: Look) -> None:
+async def test_a_unix_socket_connects_to_the_server(mysql_url: str, look: Look) -> None:
     socket = str(await look.value("SELECT @@socket"))
     if not is_here(socket):
         pytest.skip("the server's socket is on another machine")
@@ -465,7 +461,7 @@ async def test_a_unix_socket_leads_to_the_server(mysql_url: str, look: Look) -> 
         await check_flow(outbox, look)
 
 
-async def test_a_socket_that_is_not_there_is_named(mysql_url: str, tmp_path: Path) -> None:
+async def test_a_missing_socket_is_named(mysql_url: str, tmp_path: Path) -> None:
     path = tmp_path / "nobody.sock"
     async with Outbox(f"mysql://root:secret@/app?unix_socket={path}", namespace="app") as outbox:
         with pytest.raises(DatabaseUnavailable, match=str(path)) as caught:
@@ -482,7 +478,7 @@ def with_tls(url: str, mode: str) -> str:
     return urlsplit(url)._replace(query=f"ssl_mode={mode}").geturl()
 
 
-async def test_required_tls_is_there_on_every_connection(mysql_url: str, look: Look) -> None:
+async def test_required_tls_is_used_on_every_connection(mysql_url: str, look: Look) -> None:
     if not await has_tls(look):
         pytest.skip("this server has no TLS")
     async with opened(Outbox(with_tls(mysql_url, "REQUIRED"), namespace="app")) as outbox:
@@ -496,8 +492,8 @@ async def test_required_tls_is_there_on_every_connection(mysql_url: str, look: L
         await check_flow(outbox, look)
 
 
-async def test_no_socket_outlives_an_outbox_that_speaks_tls(mysql_url: str, look: Look) -> None:
-    """TLS has a goodbye too, after the goodbye of MySQL."""
+async def test_no_socket_outlives_an_outbox_with_tls(mysql_url: str, look: Look) -> None:
+    """TLS has its own closing message, after that of MySQL."""
     if not await has_tls(look):
         pytest.skip("this server has no TLS")
     before = open_sockets()
@@ -533,8 +529,8 @@ async def test_a_certificate_of_an_unknown_authority_is_refused(mysql_url: str, 
             await outbox.executor.execute(Emit((1,)))
 
 
-async def test_a_server_without_tls_is_refused_where_tls_is_required(mysql_url: str, look: Look) -> None:
-    """A client that requires TLS must not send passwords and events in the clear."""
+async def test_a_server_without_tls_is_refused_if_tls_is_required(mysql_url: str, look: Look) -> None:
+    """A client that requires TLS must not send passwords and events unencrypted."""
     if await has_tls(look):
         pytest.skip("this server has TLS")
     async with Outbox(with_tls(mysql_url, "REQUIRED"), namespace="app") as outbox:
@@ -548,7 +544,7 @@ async def test_a_server_without_tls_is_refused_where_tls_is_required(mysql_url: 
 
 
 @pytest.mark.with_tables(False)
-async def test_a_user_with_four_rights_does_all_after_the_migration_by_an_administrator(
+async def test_four_rights_are_enough_after_an_administrators_migration(
     outbox: Outbox, mysql_url: str, look: Look
 ) -> None:
     parts = urlsplit(mysql_url)
@@ -556,8 +552,8 @@ async def test_a_user_with_four_rights_does_all_after_the_migration_by_an_admini
     try:
         await look.fetch("GRANT SELECT, INSERT, UPDATE, DELETE ON eventlog.* TO app_user")
         await look.fetch(f"GRANT SELECT, INSERT, UPDATE, DELETE ON {parts.path[1:]}.* TO app_user")
-        place = f"app_user:{quote('p@ss:w/rd', safe='')}@{parts.hostname}:{parts.port}"
-        async with Outbox(parts._replace(netloc=place).geturl(), namespace="app") as modest:
+        address = f"app_user:{quote('p@ss:w/rd', safe='')}@{parts.hostname}:{parts.port}"
+        async with Outbox(parts._replace(netloc=address).geturl(), namespace="app") as modest:
             assert await modest.migrate() == {"default": []}
             await modest.check()
             await check_flow(modest, look)
@@ -567,7 +563,7 @@ async def test_a_user_with_four_rights_does_all_after_the_migration_by_an_admini
 
 
 @pytest.mark.with_tables(False)
-async def test_no_database_of_the_applications_own_is_needed(mysql_url: str, look: Look) -> None:
+async def test_the_application_needs_no_database_of_its_own(mysql_url: str, look: Look) -> None:
     async with opened(Outbox(urlsplit(mysql_url)._replace(path="").geturl(), namespace="app")) as outbox:
         await check_flow(outbox, look)
 
@@ -586,7 +582,7 @@ def all_statements(dialect: str) -> Iterator[str]:
 
 
 @pytest.mark.with_tables(False)
-async def test_migrating_twice_is_migrating_once(mysql_url: str) -> None:
+async def test_migrating_twice_changes_nothing(mysql_url: str) -> None:
     async with Outbox(mysql_url, namespace="app") as first, Outbox(mysql_url, namespace="app") as second:
         assert await first.migrate() == {"default": FILES}
         assert await first.migrate() == {"default": []}
@@ -594,7 +590,7 @@ async def test_migrating_twice_is_migrating_once(mysql_url: str) -> None:
 
 
 @pytest.mark.with_tables(False)
-async def test_new_tables_have_no_index_for_older_versions(mysql_url: str, look: Look) -> None:
+async def test_new_tables_have_no_indexes_of_older_versions(mysql_url: str, look: Look) -> None:
     async with Outbox(mysql_url, namespace="app") as outbox:
         await outbox.migrate()
 
@@ -606,7 +602,7 @@ async def test_new_tables_have_no_index_for_older_versions(mysql_url: str, look:
 
 
 @pytest.mark.with_tables(False)
-async def test_processes_that_start_together_migrate_once(mysql_url: str) -> None:
+async def test_processes_that_start_together_migrate_only_once(mysql_url: str) -> None:
     script = textwrap.dedent("""
         import asyncio, sys
         from outboxio import Outbox
@@ -627,7 +623,7 @@ async def test_processes_that_start_together_migrate_once(mysql_url: str) -> Non
 
 
 @pytest.mark.with_tables(False)
-async def test_an_interrupted_migration_is_taken_up_wherever_it_was_interrupted(mysql_url: str, look: Look) -> None:
+async def test_an_interrupted_migration_resumes_from_any_point(mysql_url: str, look: Look) -> None:
     statements = list(all_statements(look.dialect))
     for done in range(len(statements) + 1):
         async with mysql.connected(mysql_url) as connection:
@@ -647,9 +643,7 @@ async def test_an_interrupted_migration_is_taken_up_wherever_it_was_interrupted(
 
 @pytest.mark.with_tables(False)
 @pytest.mark.parametrize("lost", ["events", "event_notifications", "subscriptions", "leases", "consumed_events"])
-async def test_a_table_that_is_missing_is_made_again_once_its_version_is_forgotten(
-    outbox: Outbox, look: Look, lost: str
-) -> None:
+async def test_a_missing_table_is_recreated_once_its_version_is_removed(outbox: Outbox, look: Look, lost: str) -> None:
     await look.fetch(f"DROP TABLE {look.table(lost)}")
     with pytest.raises(SchemaMissing, match=f"lacks table {lost}"):
         await outbox.check()
@@ -668,7 +662,7 @@ async def test_a_table_that_is_missing_is_made_again_once_its_version_is_forgott
         ("DROP INDEX event_notifications_line ON eventlog.event_notifications", "index event_notifications_line"),
     ],
 )
-async def test_incomplete_tables_are_refused_by_what_they_lack(
+async def test_incomplete_tables_are_refused_with_what_is_missing(
     outbox: Outbox, look: Look, change: str, missing: str
 ) -> None:
     await look.fetch(change)
@@ -679,11 +673,11 @@ async def test_incomplete_tables_are_refused_by_what_they_lack(
         await outbox.migrate()
 
 
-# --- transactions that end by themselves ---------------------------------------------------------------
+# --- transactions ended by the server ------------------------------------------------------------------
 
 
 async def deadlock_here(tx: Transaction, url: str) -> None:
-    """Become the victim of a deadlock: the second transaction has changed more rows."""
+    """Become the victim of a deadlock: the other transaction has changed more rows."""
     async with mysql.connected(url, autocommit=False) as other:
         await mysql.fetch(other, "UPDATE wallets SET balance = balance + 1 WHERE id LIKE 'other%%'")
         await tx.execute("UPDATE wallets SET balance = balance + 100 WHERE id = 'mine'")
@@ -718,15 +712,15 @@ async def own_wallets(outbox: Outbox, look: Look) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("record_empty_actions", [True, False])
-@pytest.mark.parametrize("goes_on", [True, False], ids=["goes-on", "returns"])
-async def test_a_deadlock_that_was_swallowed_ends_the_action_and_leaves_nothing(
-    outbox: Outbox, mysql_url: str, look: Look, own_wallets: dict[str, int], goes_on: bool, record_empty_actions: bool
+@pytest.mark.parametrize("continues", [True, False], ids=["continues", "returns"])
+async def test_a_swallowed_deadlock_ends_the_action_and_leaves_nothing(
+    outbox: Outbox, mysql_url: str, look: Look, own_wallets: dict[str, int], continues: bool, record_empty_actions: bool
 ) -> None:
     async def swallow(tx: Transaction) -> None:
         if record_empty_actions:
             tx.emit(Noted(""))
         await deadlock_here(tx, mysql_url)
-        if goes_on:
+        if continues:
             await tx.execute("UPDATE wallets SET balance = balance + 100 WHERE id = 'mine'")
 
     with pytest.raises(TransactionEnded):
@@ -737,7 +731,7 @@ async def test_a_deadlock_that_was_swallowed_ends_the_action_and_leaves_nothing(
     assert len(await written(look)) == 1
 
 
-async def test_a_deadlock_behind_the_back_of_tx_ends_the_action_too(
+async def test_a_deadlock_on_the_raw_connection_ends_the_action_too(
     outbox: Outbox, mysql_url: str, look: Look, own_wallets: dict[str, int]
 ) -> None:
     async def swallow(tx: Transaction) -> None:
@@ -760,10 +754,10 @@ class _Behind:
         await mysql.fetch(self._tx.connection, statement)
 
 
-async def test_after_an_error_that_was_swallowed_the_server_is_asked_whether_the_transaction_is_still_there(
+async def test_a_swallowed_error_makes_the_action_check_its_transaction(
     outbox: Outbox, mysql_url: str, look: Look, own_wallets: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Settings of the server, such as innodb_rollback_on_timeout, decide how much an error rolls back."""
+    """Server settings such as innodb_rollback_on_timeout decide how much an error rolls back."""
     monkeypatch.setattr(errors, "_ROLLED_BACK", frozenset[int]())
 
     async def swallow(tx: Transaction) -> None:
@@ -777,9 +771,9 @@ async def test_after_an_error_that_was_swallowed_the_server_is_asked_whether_the
     assert await written(look) == []
 
 
-@pytest.mark.parametrize("uses_it", [True, False], ids=["used", "only asked for"])
+@pytest.mark.parametrize("uses_it", [True, False], ids=["used", "only requested"])
 @pytest.mark.parametrize("fails", [True, False], ids=["fails", "succeeds"])
-async def test_the_transaction_has_begun_on_the_connection_that_an_action_asks_for_first(
+async def test_the_first_requested_connection_has_its_transaction_open(
     outbox: Outbox, look: Look, own_wallets: dict[str, int], uses_it: bool, fails: bool
 ) -> None:
     async def act(tx: Transaction) -> None:
@@ -802,7 +796,7 @@ async def test_the_transaction_has_begun_on_the_connection_that_an_action_asks_f
     assert len(await written(look)) == (not fails)
 
 
-async def test_a_first_statement_that_leaves_no_room_in_its_message_goes_by_itself(
+async def test_a_first_statement_that_fills_its_message_is_sent_alone(
     outbox: Outbox, look: Look, own_wallets: dict[str, int]
 ) -> None:
     largest = await look.value("SELECT @@max_allowed_packet")
@@ -818,7 +812,7 @@ async def test_a_first_statement_that_leaves_no_room_in_its_message_goes_by_itse
     assert len(await written(look)) == 1
 
 
-async def test_a_first_statement_that_is_refused_leaves_nothing_open(
+async def test_a_refused_first_statement_leaves_nothing_open(
     outbox: Outbox, look: Look, own_wallets: dict[str, int]
 ) -> None:
     async def act(tx: Transaction) -> None:
@@ -833,19 +827,19 @@ async def test_a_first_statement_that_is_refused_leaves_nothing_open(
     assert len(await written(look)) == 1
 
 
-async def test_a_task_that_was_left_behind_while_the_server_is_asked_has_its_answer_to_itself(
+async def test_an_abandoned_task_cannot_read_the_transaction_check(
     outbox: Outbox, look: Look, own_wallets: dict[str, int], caplog: pytest.LogCaptureFixture
 ) -> None:
     left: list[asyncio.Task[int]] = []
 
-    async def leave_one(tx: Transaction) -> None:
+    async def abandon_task(tx: Transaction) -> None:
         with pytest.raises(Exception, match="no_such_column"):
             await tx.execute("UPDATE wallets SET no_such_column = 1")
         left.append(asyncio.create_task(tx.execute("UPDATE wallets SET balance = balance + 1")))
-        await asyncio.sleep(0)  # the task asks whether the transaction is still open
+        await asyncio.sleep(0)  # the task checks whether the transaction is still open
 
     with pytest.raises(ConcurrentUse):
-        await outbox.executor.execute(doing(leave_one))
+        await outbox.executor.execute(doing(abandon_task))
     await asyncio.gather(*left, return_exceptions=True)
 
     assert "ROLLBACK failed" not in caplog.text
@@ -854,7 +848,7 @@ async def test_a_task_that_was_left_behind_while_the_server_is_asked_has_its_ans
     assert len(await written(look)) == 1
 
 
-async def test_a_deadlock_that_is_not_swallowed_is_tried_again(
+async def test_an_unhandled_deadlock_is_retried(
     outbox: Outbox, mysql_url: str, look: Look, own_wallets: dict[str, int]
 ) -> None:
     tries = []
@@ -872,7 +866,7 @@ async def test_a_deadlock_that_is_not_swallowed_is_tried_again(
     assert await wallets(look) == own_wallets
 
 
-async def test_a_lock_wait_that_ran_out_and_was_swallowed_leaves_the_transaction_open(
+async def test_a_swallowed_lock_wait_timeout_keeps_the_transaction_open(
     outbox: Outbox, mysql_url: str, look: Look, own_wallets: dict[str, int]
 ) -> None:
     async def swallow(tx: Transaction) -> None:
@@ -918,8 +912,8 @@ async def test_a_procedure_that_ends_the_transaction_ends_the_action(
 
 
 @pytest.mark.parametrize("kind", ["FUNCTION", "TRIGGER"])
-async def test_what_a_statement_calls_cannot_end_the_transaction(outbox: Outbox, look: Look, kind: str) -> None:
-    """The reason why single statements that read or change rows need no savepoint."""
+async def test_code_called_by_a_statement_cannot_end_the_transaction(outbox: Outbox, look: Look, kind: str) -> None:
+    """This is why single statements that read or change rows need no savepoint."""
     ends = {
         "FUNCTION": "CREATE FUNCTION ends() RETURNS INT DETERMINISTIC BEGIN COMMIT; RETURN 1; END",
         "TRIGGER": "CREATE TRIGGER ends BEFORE INSERT ON wallets FOR EACH ROW BEGIN COMMIT; END",
@@ -928,7 +922,7 @@ async def test_what_a_statement_calls_cannot_end_the_transaction(outbox: Outbox,
         await look.fetch(ends[kind])
 
 
-async def test_a_procedure_that_ends_nothing_is_welcome(outbox: Outbox, look: Look) -> None:
+async def test_a_procedure_that_ends_no_transaction_is_allowed(outbox: Outbox, look: Look) -> None:
     await look.fetch(
         "CREATE PROCEDURE opens(IN wallet VARCHAR(36)) BEGIN INSERT INTO wallets (id, balance) VALUES (wallet, 5);"
         " SELECT id, balance FROM wallets; END"
@@ -944,7 +938,7 @@ async def test_a_procedure_that_ends_nothing_is_welcome(outbox: Outbox, look: Lo
 # --- rows ------------------------------------------------------------------------------------------
 
 
-async def test_rows_are_reached_by_index_and_by_name(outbox: Outbox) -> None:
+async def test_rows_are_read_by_index_and_by_name(outbox: Outbox) -> None:
     async with outbox.transaction("Fetch") as tx:
         [row] = await tx.fetch("SELECT 1 AS a, 2 AS b, 3 AS a, NULL AS `a b`")
         assert (row[0], row[1], row[2], row[3], row[-1]) == (1, 2, 3, None, None)
@@ -961,7 +955,7 @@ async def test_rows_are_reached_by_index_and_by_name(outbox: Outbox) -> None:
         assert await tx.fetchrow("SELECT 1 FROM wallets") is None
 
 
-async def test_execute_counts_the_rows_that_it_found(outbox: Outbox) -> None:
+async def test_execute_counts_the_rows_it_found(outbox: Outbox) -> None:
     async with outbox.transaction("Count") as tx:
         assert await tx.execute("INSERT INTO wallets (id, balance) VALUES ('a', 1), ('b', 1), ('c', 2)") == 3
         assert await tx.execute("UPDATE wallets SET balance = 1 WHERE balance = 1") == 2  # and changed none
@@ -972,7 +966,7 @@ async def test_execute_counts_the_rows_that_it_found(outbox: Outbox) -> None:
         assert await tx.execute("SET @nothing = 1") == 0
 
 
-async def test_percent_signs_are_doubled_only_where_there_are_arguments(outbox: Outbox) -> None:
+async def test_percent_signs_are_doubled_only_with_arguments(outbox: Outbox) -> None:
     async with outbox.transaction("Fetch") as tx:
         assert await tx.fetchval("SELECT '100%'") == "100%"
         assert await tx.fetchval("SELECT '%s'") == "%s"
@@ -993,7 +987,7 @@ ID, MOMENT = uuid4(), utc_now().replace(microsecond=1)
         ("INT", None, None),
     ],
 )
-async def test_arguments_are_stored_as_the_database_knows_them(
+async def test_arguments_are_stored_in_the_databases_types(
     outbox: Outbox, look: Look, kind: str, value: Any, stored: Any
 ) -> None:
     await look.fetch(f"CREATE TABLE own (value {kind}) CHARACTER SET utf8mb4")

@@ -1,4 +1,4 @@
-"""The namespaces of a database are known, so that a misspelt one is refused instead of found to be empty."""
+"""Known namespaces: a misspelt one is refused instead of appearing empty."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MakeOutbox = Callable[..., Awaitable[Outbox]]
 
 
 @pytest.mark.above_statements(False)
-async def test_a_namespace_is_known_by_what_any_process_wrote(make_outbox: MakeOutbox) -> None:
+async def test_a_namespace_is_known_once_a_process_wrote_to_it(make_outbox: MakeOutbox) -> None:
     looking = await make_outbox(namespace="nobody")
     assert await looking.admin.namespaces() == []
 
@@ -28,7 +28,7 @@ async def test_a_namespace_is_known_by_what_any_process_wrote(make_outbox: MakeO
     assert await looking.admin.namespaces() == ["delivers", "writes"]
 
 
-async def test_the_own_namespace_is_known_once_a_process_has_run(make_outbox: MakeOutbox) -> None:
+async def test_a_processs_own_namespace_is_known_after_it_ran(make_outbox: MakeOutbox) -> None:
     outbox = await make_outbox(namespace="quiet")
     async with outbox.running():
         await outbox.drain()
@@ -36,7 +36,7 @@ async def test_the_own_namespace_is_known_once_a_process_has_run(make_outbox: Ma
     assert await outbox.admin.namespaces() == ["quiet"]
 
 
-async def test_a_process_with_handlers_may_be_the_first_of_its_namespace(make_outbox: MakeOutbox) -> None:
+async def test_a_process_with_handlers_may_create_its_namespace(make_outbox: MakeOutbox) -> None:
     await (await make_outbox(namespace="bookings")).executor.execute(Emit((1,)))
     outbox, misspelt = await make_outbox(namespace="mail"), await make_outbox(namespace="bookngs")
     outbox.handler(MoneyDeposited, name="first")(Journal())

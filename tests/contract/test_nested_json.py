@@ -1,4 +1,4 @@
-"""JSON within JSON: the same depth on every database; deeper JSON of other tools harms only its own row."""
+"""Nested JSON: the same depth limit on every database; deeper JSON of other tools affects only its own row."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from outboxio import Action, Event, EventEnvelope, InvalidEvent, Outbox, Received, Transaction
-from outboxio.support.codec import DEEPEST
+from outboxio.support.codec import MAX_DEPTH
 from tests.kit.app import Journal, Look
 from tests.kit.probes import written
 
-TOO_DEEP = rf"has more than {DEEPEST} objects and lists within one another"
+TOO_DEEP = rf"is nested deeper than {MAX_DEPTH} objects and lists"
 
-#: How deep another tool can nest what it stores, as far as it matters here.
-STORABLE = {"postgres": 3000, "sqlite": 3000, "mysql": 100, "mariadb": DEEPEST}
+#: How deeply other tools may nest the JSON that they store, in these tests.
+STORABLE = {"postgres": 3000, "sqlite": 3000, "mysql": 100, "mariadb": MAX_DEPTH}
 
 
 class Doc(Event):
@@ -32,12 +32,12 @@ class Nest(Action):
 
 
 def text_of(levels: int) -> str:
-    """A JSON object with so many levels."""
+    """A JSON object with this many levels."""
     return '{"inner":' * levels + "1" + "}" * levels
 
 
 def nested(levels: int) -> Any:
-    """The same as a value, of objects and lists in turn; made without recursion."""
+    """The same as a value of alternating objects and lists, built without recursion."""
     value: Any = 1
     for level in range(levels - 1):
         value = [value] if level % 2 else {"inner": value}
@@ -45,7 +45,7 @@ def nested(levels: int) -> Any:
 
 
 def entries(outbox: Outbox, levels: int) -> dict[str, Callable[[], Awaitable[object]]]:
-    """Every way by which JSON gets into the tables, with a document of so many levels."""
+    """Every way to write JSON into the tables, with a document of this many levels."""
     deep = nested(levels)
 
     async def transact(**options: Any) -> None:
@@ -77,20 +77,18 @@ def entries(outbox: Outbox, levels: int) -> dict[str, Callable[[], Awaitable[obj
 
 
 async def taken(name: str, way: Callable[[], Awaitable[object]]) -> None:
-    """Try an entry, and return its name if it took a document that it should have refused."""
+    """Try an entry, and return its name if it accepted a document that it should refuse."""
     await way()
     pytest.fail(f"taken: {name}")
 
 
 @pytest.mark.above_statements
-@pytest.mark.parametrize("levels", [DEEPEST + 1, 2000])
-async def test_what_is_nested_too_deeply_is_refused_by_name_wherever_it_comes_in(
-    outbox: Outbox, look: Look, levels: int
-) -> None:
+@pytest.mark.parametrize("levels", [MAX_DEPTH + 1, 2000])
+async def test_json_nested_too_deeply_is_refused_at_every_entry(outbox: Outbox, look: Look, levels: int) -> None:
     outbox.handler(Doc, name="doc")(Journal())
     for name, way in entries(outbox, levels).items():
         if levels == 2000 and not name.endswith(("text", "bytes")):
-            continue  # the encoder says in its own words that this is too deep
+            continue  # the encoder has its own error for this depth
         with pytest.raises(InvalidEvent, match=TOO_DEEP):
             await taken(name, way)
     assert await written(look) == []
@@ -106,14 +104,14 @@ async def test_a_value_that_overflows_the_encoder_is_refused_by_name(outbox: Out
 
 
 @pytest.mark.above_statements
-async def test_what_a_handler_emits_is_held_to_the_same(outbox: Outbox) -> None:
+async def test_events_of_a_handler_have_the_same_depth_limit(outbox: Outbox) -> None:
     refused: list[str] = []
 
     @outbox.handler(Doc, name="chained")
     async def chained(envelope: EventEnvelope[Doc]) -> None:
         if envelope.event.inner is None:
             with pytest.raises(InvalidEvent, match=TOO_DEEP) as caught:
-                envelope.emit(Doc(nested(DEEPEST)))
+                envelope.emit(Doc(nested(MAX_DEPTH)))
             refused.append(caught.value.subject)
 
     async with outbox.transaction("Begin") as tx:
@@ -123,23 +121,23 @@ async def test_what_a_handler_emits_is_held_to_the_same(outbox: Outbox) -> None:
 
 
 @pytest.mark.above_statements
-async def test_record_refuses_it_before_the_callers_transaction_is_touched(sqlite_url: str) -> None:
+async def test_record_refuses_deep_json_before_using_the_callers_transaction(sqlite_url: str) -> None:
     async with Outbox(sqlite_url, namespace="app") as outbox:
         await outbox.migrate()
         connection = sqlite3.connect(sqlite_url.removeprefix("sqlite:///"))
         with connection:
             connection.execute("BEGIN")
             with pytest.raises(InvalidEvent, match=TOO_DEEP):
-                await outbox.record(connection, Doc(nested(DEEPEST)), action="Deep")
+                await outbox.record(connection, Doc(nested(MAX_DEPTH)), action="Deep")
             assert connection.total_changes == 0
         connection.close()
 
 
-async def test_what_is_as_deep_as_may_be_comes_back_on_every_database(outbox: Outbox, look: Look) -> None:
+async def test_json_of_the_maximum_depth_is_stored_on_every_database(outbox: Outbox, look: Look) -> None:
     journal = Journal(lambda envelope: ValueError() if envelope.event.inner == "fail" else None)
     outbox.handler(Doc, name="doc")(journal)
 
-    for way in entries(outbox, DEEPEST).values():
+    for way in entries(outbox, MAX_DEPTH).values():
         await way()
     await outbox.drain()
 
@@ -147,12 +145,12 @@ async def test_what_is_as_deep_as_may_be_comes_back_on_every_database(outbox: Ou
         column: max(depth_of(row[column]) for row in await written(look))
         for column in ("payload", "action_params", "headers")
     }
-    assert depths == dict.fromkeys(depths, DEEPEST)
+    assert depths == dict.fromkeys(depths, MAX_DEPTH)
     received = [e for e in journal.envelopes if e.action_name == "inbox.receive" and e.event.inner is not None]
-    assert {depth_of({"inner": envelope.event.inner}) for envelope in received} == {DEEPEST}
-    assert max(depth_of(envelope.headers) for envelope in journal.envelopes) == DEEPEST
-    assert max(depth_of(envelope.action_params) for envelope in journal.envelopes) == DEEPEST
-    assert max(depth_of(record.payload) for record in await outbox.admin.list()) == DEEPEST
+    assert {depth_of({"inner": envelope.event.inner}) for envelope in received} == {MAX_DEPTH}
+    assert max(depth_of(envelope.headers) for envelope in journal.envelopes) == MAX_DEPTH
+    assert max(depth_of(envelope.action_params) for envelope in journal.envelopes) == MAX_DEPTH
+    assert max(depth_of(record.payload) for record in await outbox.admin.list()) == MAX_DEPTH
 
 
 def depth_of(value: Any) -> int:
@@ -165,24 +163,24 @@ def depth_of(value: Any) -> int:
     return 0
 
 
-# --- what other tools have stored ----------------------------------------------------------------------
+# --- deeper documents of other tools -------------------------------------------------------------------
 
 
 @pytest.fixture
 def deep(look: Look) -> str:
-    """A document as deep as a foreign tool can store it in the test's database."""
+    """A document as deep as another tool can store in the test's database."""
     return text_of(STORABLE[look.dialect])
 
 
 async def doc(outbox: Outbox, look: Look, number: int, **columns: str) -> None:
-    """An event with this number, whose columns a foreign tool has changed before its fan-out."""
+    """An event with this number, whose columns another tool changed before fan-out."""
     async with outbox.transaction("Store", {"number": number}) as tx:
         tx.emit(Doc(), model_id=number)
     for column, document in columns.items():
         await look.fetch(f"UPDATE {{events}} SET {column} = '{document}' WHERE model_id = '{number}'")
 
 
-async def test_a_row_that_is_too_deep_to_be_decoded_fails_alone(outbox: Outbox, look: Look, deep: str) -> None:
+async def test_a_row_too_deep_to_decode_fails_alone(outbox: Outbox, look: Look, deep: str) -> None:
     for ordered in (False, True):
         outbox.handler(Doc, name=f"ordered-{ordered}", ordered=ordered)(Journal(looks_at_everything))
     for number, columns in enumerate(({}, {"payload": deep}, {"action_params": deep}, {"headers": deep}, {}), 1):
@@ -203,7 +201,7 @@ def looks_at_everything(envelope: EventEnvelope[Any]) -> None:
     assert envelope.headers is not None
 
 
-async def test_a_document_that_cannot_be_shown_is_shown_as_such_and_all_others_as_usual(
+async def test_a_document_that_cannot_be_shown_affects_no_other(
     make_outbox: Callable[..., Awaitable[Outbox]], look: Look, deep: str
 ) -> None:
     outbox = await make_outbox()
@@ -222,11 +220,11 @@ async def test_a_document_that_cannot_be_shown_is_shown_as_such_and_all_others_a
             if STORABLE[look.dialect] <= 100:
                 assert log_text == json.loads(deep)
             else:
-                told = log_text["not shown"]
-                assert f"the column {column} of this row has more than 100 objects and lists" in told
+                shown = log_text["not shown"]
+                assert f"the column {column} of this row is nested more than 100 levels deep" in shown
 
 
-async def test_errors_that_cannot_be_shown_have_a_message_that_says_so(outbox: Outbox, look: Look, deep: str) -> None:
+async def test_errors_that_cannot_be_shown_are_replaced_by_a_message(outbox: Outbox, look: Look, deep: str) -> None:
     outbox.handler(Doc, name="doc")(Journal())
     await doc(outbox, look, 1)
     await outbox.drain()
@@ -235,14 +233,14 @@ async def test_errors_that_cannot_be_shown_have_a_message_that_says_so(outbox: O
     [record] = await outbox.admin.list()
 
     if STORABLE[look.dialect] > 100:
-        assert "the column errors of this row has more than 100" in str(record.errors[-1]["message"])
+        assert "the column errors of this row is nested more than 100 levels deep" in str(record.errors[-1]["message"])
     else:
         assert len(record.errors) == 1
 
 
 @pytest.mark.above_statements
-async def test_a_message_that_is_refused_leaves_its_id_free(outbox: Outbox) -> None:
+async def test_a_refused_message_leaves_its_id_free(outbox: Outbox) -> None:
     with pytest.raises(InvalidEvent):
-        await outbox.inbox.receive(source="s", external_id="1", type="Doc", payload=text_of(DEEPEST + 1))
-    received = await outbox.inbox.receive(source="s", external_id="1", type="Doc", payload=text_of(DEEPEST))
+        await outbox.inbox.receive(source="s", external_id="1", type="Doc", payload=text_of(MAX_DEPTH + 1))
+    received = await outbox.inbox.receive(source="s", external_id="1", type="Doc", payload=text_of(MAX_DEPTH))
     assert received is Received.RECEIVED

@@ -1,4 +1,4 @@
-"""Receivers are notified of findings: once when a finding appears, once when it ends, by one process in the cluster."""
+"""Receivers are notified of findings: once at the start and once at the end, by one process in the cluster."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def always_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Receiver:
-    """Keeps what it gets about dead letters. The other findings of these tests are that no process runs."""
+    """Collects findings about dead letters; the other findings in these tests report that no process runs."""
 
     def __init__(self, name: str = "pager") -> None:
         self.name = name
@@ -72,28 +72,28 @@ async def stored(outbox: Outbox) -> list[InstanceReport]:
     return await database_of(outbox).reports.reports("", notices.datetime(1970, 1, 1))
 
 
-async def test_a_finding_is_reported_once_and_once_when_it_ends(make_outbox: MakeOutbox, clock: MovableClock) -> None:
+async def test_a_finding_is_reported_at_its_start_and_end(make_outbox: MakeOutbox, clock: MovableClock) -> None:
     outbox, receiver = await with_dead_letter(make_outbox, clock), Receiver()
-    watch, began = receiver.watch(outbox), clock.now()
+    watch, started = receiver.watch(outbox), clock.now()
 
     await rounds(watch, 3)
     assert receiver.seen == [BEGUN]
     [finding] = receiver.got
-    assert (finding.handler, finding.since, finding.ended) == ("mail", began, None)
+    assert (finding.handler, finding.since, finding.ended) == ("mail", started, None)
     assert finding.fix == "outboxio dead --handler mail"
 
     clock.advance("61m")
     await rounds(watch)
-    assert receiver.seen == [BEGUN], "absent once may be a flap"
+    assert receiver.seen == [BEGUN], "a single absence may be a flap"
     gone = clock.now()
     clock.advance("15s")
     await rounds(watch, 3)
     assert receiver.seen == [BEGUN, ENDED]
-    assert (receiver.got[1].since, receiver.got[1].ended) == (began, gone)
+    assert (receiver.got[1].since, receiver.got[1].ended) == (started, gone)
     await watch.close()
 
 
-async def test_a_finding_that_flaps_is_reported_once(make_outbox: MakeOutbox, clock: MovableClock) -> None:
+async def test_a_flapping_finding_is_reported_once(make_outbox: MakeOutbox, clock: MovableClock) -> None:
     outbox, receiver = await with_dead_letter(make_outbox, clock), Receiver()
     watch = receiver.watch(outbox)
     await rounds(watch)
@@ -161,7 +161,7 @@ async def test_receivers_are_independent(
     assert (good.seen, bad.seen) == ([BEGUN], [])
     assert [watch.has_failed for watch in watches] == [True, False]
     [text] = [record.message for record in caplog.records if record.name == "outboxio.health.notices"]
-    assert text.startswith("finding new_dead could not be reported to bad")
+    assert text.startswith("could not report finding new_dead to bad")
     assert "no pager" in text
 
     bad.fails = False
@@ -171,7 +171,7 @@ async def test_receivers_are_independent(
         await watch.close()
 
 
-async def test_a_call_that_hangs_is_ended_and_delays_no_other(
+async def test_a_hanging_call_is_cancelled_and_delays_no_other(
     make_outbox: MakeOutbox, clock: MovableClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outbox = await with_dead_letter(make_outbox, clock)
@@ -221,7 +221,7 @@ async def test_a_single_process_notifies_and_another_takes_over(make_outbox: Mak
     await second.close()
 
 
-@pytest.mark.not_on("sqlite", why="a file is always there")
+@pytest.mark.not_on("sqlite", why="a file is always reachable")
 async def test_the_last_notifier_reports_a_lost_database_from_memory(
     make_outbox: MakeOutbox, database_url: str
 ) -> None:
@@ -272,12 +272,12 @@ async def test_functions_are_called_inside_running(
             outbox.on_finding(page)
 
 
-async def test_an_outbox_without_functions_evaluates_nothing(outbox: Outbox) -> None:
+async def test_an_outbox_without_notice_functions_evaluates_nothing(outbox: Outbox) -> None:
     async with outbox.running():
         assert watching_of(outbox) == []
 
 
-async def test_functions_that_cannot_be_called_are_refused(outbox: Outbox) -> None:
+async def test_uncallable_functions_are_refused(outbox: Outbox) -> None:
     with pytest.raises(RegistrationError, match="expected an async function of a Finding"):
         outbox.on_finding(lambda finding: None)  # type: ignore[arg-type, return-value]  # callers may not be typed
 

@@ -1,4 +1,4 @@
-"""Numbers come back as they were given, or are refused with their field. On every database."""
+"""Numbers are stored unchanged, or refused with their field, on every database."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Priced(Event, json_style="ekbatan"):
 
 
 def same(one: object, other: object) -> bool:
-    """Equal, of the same type and with the same sign: 0.0 and -0.0 differ, and so do 1 and 1.0."""
+    """Equal, of the same type and with the same sign: 0.0 and -0.0 differ, as do 1 and 1.0."""
     return type(one) is type(other) and repr(one) == repr(other)
 
 
@@ -64,7 +64,7 @@ def is_changed(look: Look, number: Any) -> bool:
 
 
 class Seen:
-    """Keeps what handlers got."""
+    """Collects what handlers received."""
 
     def __init__(self, outbox: Outbox, *kinds: type[Event]) -> None:
         self.envelopes: list[EventEnvelope[Any]] = []
@@ -80,9 +80,7 @@ def shown(number: Any) -> str:
 
 
 @pytest.mark.parametrize("number", NUMBERS, ids=shown)
-async def test_a_number_comes_back_as_given_or_is_refused_with_its_field(
-    outbox: Outbox, look: Look, number: Any
-) -> None:
+async def test_a_number_is_stored_unchanged_or_refused_with_its_field(outbox: Outbox, look: Look, number: Any) -> None:
     seen = Seen(outbox, Untyped, Whole, Real, Either)
     kinds: list[Callable[[Any], Event]] = [Either, Whole if isinstance(number, int) else Real]
     events = [Untyped(number), Untyped(deep={"a": [number, "1e16,-0.0"]}), *(kind(number) for kind in kinds)]
@@ -94,7 +92,7 @@ async def test_a_number_comes_back_as_given_or_is_refused_with_its_field(
             for event in events:
                 tx.emit(event)
         await outbox.inbox.receive(source="s", external_id="1", type="Untyped", payload={"value": number})
-        if abs(number) < 10**4300:  # as text of a sender
+        if abs(number) < 10**4300:  # as JSON text from a sender
             text = json.dumps({"value": number})
             await outbox.inbox.receive(source="s", external_id="2", type="Untyped", payload=text)
         await outbox.drain()
@@ -159,7 +157,7 @@ async def test_a_decimal_number_beyond_every_column_is_refused(outbox: Outbox, l
             tx.emit(Priced(Decimal(text)))
 
 
-async def test_numbers_in_strings_are_no_numbers(outbox: Outbox) -> None:
+async def test_numbers_in_strings_are_not_numbers(outbox: Outbox) -> None:
     texts = ['1e16,"-0.0', ":-0.0,", "[1e16", "\\", '"', f":{LARGE},", "-0.0", "2026-01-05", "{:1e16}"]
     seen = Seen(outbox, Untyped)
     async with outbox.transaction("Emit") as tx:
@@ -170,7 +168,7 @@ async def test_numbers_in_strings_are_no_numbers(outbox: Outbox) -> None:
 
 
 @pytest.mark.parametrize("number", [LARGE, -0.0, 1e16, 0.1], ids=shown)
-async def test_a_producer_of_synchronous_code_refuses_the_same_numbers(outbox: Outbox, look: Look, number: Any) -> None:
+async def test_a_synchronous_producer_refuses_the_same_numbers(outbox: Outbox, look: Look, number: Any) -> None:
     seen, producer = Seen(outbox, Untyped), Producer("app")
     connection = blocking(look)
     try:
@@ -196,15 +194,15 @@ def blocking(look: Look) -> Any:
     return pymysql.connect(**options, database=mysql.address(look.url).get("db"))
 
 
-MOMENTS = (
+TIMES = (
     datetime(1, 1, 1), datetime(1, 1, 1, 0, 0, 0, 1), datetime(9999, 12, 31, 23, 59, 59, 999_999),
     datetime(9999, 12, 31, 12, tzinfo=UTC),
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("moment", MOMENTS, ids=str)
-async def test_the_first_and_the_last_time_are_stored_as_they_are(outbox: Outbox, look: Look, moment: datetime) -> None:
+@pytest.mark.parametrize("time", TIMES, ids=str)
+async def test_the_earliest_and_latest_times_are_stored_unchanged(outbox: Outbox, look: Look, time: datetime) -> None:
     async with outbox.transaction("Emit") as tx:
-        tx.emit(Untyped(moment), available_at=moment)
+        tx.emit(Untyped(time), available_at=time)
     [row] = await written(look)
-    assert row["available_at"] == moment.replace(tzinfo=None)
+    assert row["available_at"] == time.replace(tzinfo=None)

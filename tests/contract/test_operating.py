@@ -1,4 +1,4 @@
-"""An operator's orders: pause, replay, inspect, purge; and rows that are removed automatically."""
+"""An operator's operations: pause, replay, inspect, purge; and automatic removal of rows."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def emit(outbox: Outbox, *amounts: int) -> None:
 # --- inspect ---------------------------------------------------------------------------------------
 
 
-async def test_one_notification_or_all_of_an_event_are_inspected(outbox: Outbox) -> None:
+async def test_inspect_returns_one_notification_or_all_of_an_event(outbox: Outbox) -> None:
     outbox.handler(MoneyDeposited, name="first")(Journal())
     outbox.handler(MoneyDeposited, name="second")(Journal(lambda envelope: Unprocessable("no")))
     await emit(outbox, 1)
@@ -42,7 +42,7 @@ async def test_one_notification_or_all_of_an_event_are_inspected(outbox: Outbox)
 # --- pause -----------------------------------------------------------------------------------------
 
 
-async def test_a_paused_handler_starts_nothing_and_others_go_on(outbox: Outbox) -> None:
+async def test_a_paused_handler_starts_nothing_and_others_continue(outbox: Outbox) -> None:
     paused, other = Journal(), Journal()
     outbox.handler(MoneyDeposited, name="paused", aliases={"old"})(paused)
     outbox.handler(MoneyDeposited, name="other")(other)
@@ -61,7 +61,7 @@ async def test_a_paused_handler_starts_nothing_and_others_go_on(outbox: Outbox) 
 
 
 @pytest.mark.slow
-async def test_a_pause_is_heeded_while_running(outbox: Outbox) -> None:
+async def test_a_pause_applies_while_running(outbox: Outbox) -> None:
     journal = Journal()
     outbox.handler(MoneyDeposited, name="first")(journal)
     async with outbox.running():
@@ -81,7 +81,7 @@ async def _pending(outbox: Outbox, number: int) -> bool:
     return (await outbox.admin.counts())["PENDING"] == number
 
 
-async def test_what_waited_for_the_end_of_a_pause_has_its_retention_from_there(
+async def test_retention_of_paused_rows_starts_at_the_end_of_the_pause(
     make_outbox: MakeOutbox, clock: MovableClock
 ) -> None:
     outbox = await make_outbox(clock=clock)
@@ -102,7 +102,7 @@ async def test_what_waited_for_the_end_of_a_pause_has_its_retention_from_there(
 # --- replay ----------------------------------------------------------------------------------------
 
 
-async def test_a_handler_is_run_again_for_what_it_has_done(outbox: Outbox, clock: MovableClock, look: Look) -> None:
+async def test_a_replay_runs_a_handler_again_for_finished_rows(outbox: Outbox, clock: MovableClock, look: Look) -> None:
     first, second = Journal(), Journal(lambda envelope: Unprocessable() if envelope.event.amount == 2 else None)
     outbox.handler(MoneyDeposited, name="first")(first)
     outbox.handler(MoneyDeposited, name="second")(second)
@@ -115,7 +115,7 @@ async def test_a_handler_is_run_again_for_what_it_has_done(outbox: Outbox, clock
     await outbox.drain()
 
     assert await outbox.admin.replay("first", since=since) == 2
-    assert await outbox.admin.replay("first", since=since) == 0  # they are not done with now
+    assert await outbox.admin.replay("first", since=since) == 0  # these rows are no longer finished
     await outbox.drain()
     assert sorted(first.amounts) == [1, 2, 2, 3, 3]
 
@@ -128,7 +128,7 @@ async def test_a_handler_is_run_again_for_what_it_has_done(outbox: Outbox, clock
     assert await look.states() == {"SUCCEEDED": 5, "DEAD": 1}
 
 
-async def test_only_ends_are_taken_back(outbox: Outbox) -> None:
+async def test_only_finished_states_can_be_replayed(outbox: Outbox) -> None:
     with pytest.raises(ConfigurationError, match=r"'FAILED'.*SUCCEEDED, EXPIRED, DEAD, SKIPPED"):
         await outbox.admin.replay("first", since=datetime(2026, 1, 1), states={"FAILED"})
 
@@ -136,7 +136,7 @@ async def test_only_ends_are_taken_back(outbox: Outbox) -> None:
 # --- purge -----------------------------------------------------------------------------------------
 
 
-async def test_what_is_finished_is_kept_for_a_while(make_outbox: MakeOutbox, clock: MovableClock, look: Look) -> None:
+async def test_finished_rows_are_kept_for_a_while(make_outbox: MakeOutbox, clock: MovableClock, look: Look) -> None:
     outbox = await make_outbox(clock=clock)
     bad = {2: Unprocessable("bad"), 3: ValueError("again")}
     outbox.handler(MoneyDeposited, name="first")(Journal(lambda envelope: bad.get(int(envelope.event.amount))))
@@ -150,7 +150,7 @@ async def test_what_is_finished_is_kept_for_a_while(make_outbox: MakeOutbox, clo
     clock.advance("6d")
     assert await outbox.admin.purge() == Removed()
     clock.advance("2d")
-    # The sentinel and two events are done with; one event is still tried, another nobody has wanted yet.
+    # The sentinel and two events are finished; one event is still retried, another has no subscriber yet.
     assert await outbox.admin.purge() == Removed(notifications=1, events=3)
     assert await look.states() == {"DEAD": 1, "FAILED": 1}
 
@@ -177,7 +177,7 @@ async def test_a_head_that_parks_its_key_is_never_removed(
     assert (journal.amounts, await look.states()) == ([1], {"DEAD": 1, "BLOCKED": 1})
 
 
-async def test_the_inbox_remembers_longer_than_events_are_kept(
+async def test_the_inbox_remembers_ids_longer_than_events(
     make_outbox: MakeOutbox, clock: MovableClock, look: Look
 ) -> None:
     outbox = await make_outbox(clock=clock)
@@ -195,7 +195,7 @@ async def test_the_inbox_remembers_longer_than_events_are_kept(
     assert await outbox.inbox.receive(**message) is Received.RECEIVED  # type: ignore[arg-type]
 
 
-async def test_running_removes_what_was_kept_long_enough(make_outbox: MakeOutbox, look: Look) -> None:
+async def test_running_removes_rows_after_their_retention(make_outbox: MakeOutbox, look: Look) -> None:
     kept = await make_outbox(settings=Settings(purge_enabled=False, keep_finished="1ms"))
     outbox = await make_outbox(settings=Settings(keep_finished="1ms"))
     for one in (kept, outbox):

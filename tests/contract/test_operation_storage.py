@@ -1,4 +1,4 @@
-"""The table ``operations`` on every database: who has ordered what, and which process carries an order out."""
+"""The table ``operations`` on every database: who requested which operation, and which process runs it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def operations(outbox: Outbox) -> Operations:
     return database_of(outbox).operations
 
 
-def order(created: datetime = NOW) -> Operation:
+def new_operation(created: datetime = NOW) -> Operation:
     return Operation(
         id=uuid7(),
         kind="retry",
@@ -36,7 +36,7 @@ def order(created: datetime = NOW) -> Operation:
         request={"handler": "mail", "states": ["DEAD"], "key": "'\"\\\n\U0001f600"},
         actor="ada@host",
         origin="code",
-        reason="it's mended",
+        reason="it's fixed",
         created_date=created,
         updated_date=created,
         finished_date=None,
@@ -45,8 +45,8 @@ def order(created: datetime = NOW) -> Operation:
     )
 
 
-async def test_an_operation_is_read_as_it_was_written(operations: Operations) -> None:
-    written = order()
+async def test_an_operation_is_read_back_unchanged(operations: Operations) -> None:
+    written = new_operation()
     await operations.insert("app", written, "worker")
     assert await operations.get("app", written.id) == written
 
@@ -54,34 +54,34 @@ async def test_an_operation_is_read_as_it_was_written(operations: Operations) ->
         written, state=OperationState.FAILED, matched=7, done=2**40, refused=3, updated_date=LATER,
         finished_date=LATER, error="ValueError: \U0001f600",
     )  # fmt: skip
-    assert not await operations.finish("app", ended, "a stranger")
+    assert not await operations.finish("app", ended, "another worker")
     assert await operations.finish("app", ended, "worker")
     assert await operations.get("app", written.id) == ended
-    assert not await operations.finish("app", ended, "worker"), "an end is final"
+    assert not await operations.finish("app", ended, "worker"), "a finished operation never changes"
 
 
-async def test_operations_of_a_different_namespace_are_neither_seen_nor_changed(
+async def test_operations_of_another_namespace_are_neither_seen_nor_changed(
     operations: Operations,
 ) -> None:
-    written = order()
+    written = new_operation()
     await operations.insert("app", written, NOBODY)
     assert await operations.get("other", written.id) is None
     assert await operations.select("other", 10, None) == []
     assert await operations.stale("other", LATER, 10) == []
     assert await operations.take("other", written.id, "worker", LATER, LATER) is None
-    assert not await operations.order_stop("other", written.id)
-    assert not await operations.is_to_stop("other", written.id)
+    assert not await operations.request_stop("other", written.id)
+    assert not await operations.stop_requested("other", written.id)
     assert await operations.remove_old("other", LATER, 10) == 0
     assert await operations.get("app", written.id) == written
 
 
-async def test_operations_are_listed_newest_first_and_in_pages(operations: Operations) -> None:
+async def test_operations_are_listed_newest_first_in_pages(operations: Operations) -> None:
     same = NOW + timedelta(seconds=9)
-    orders = [order(created=NOW + timedelta(seconds=second)) for second in range(3)]
-    orders += [order(created=same) for _ in range(3)]
-    for one in orders:
+    stored = [new_operation(created=NOW + timedelta(seconds=second)) for second in range(3)]
+    stored += [new_operation(created=same) for _ in range(3)]
+    for one in stored:
         await operations.insert("app", one, "worker")
-    newest_first = sorted(orders, key=lambda one: (one.created_date, str(one.id)), reverse=True)
+    newest_first = sorted(stored, key=lambda one: (one.created_date, str(one.id)), reverse=True)
 
     found: list[Operation] = []
     before: tuple[datetime, UUID] | None = None
@@ -91,8 +91,8 @@ async def test_operations_are_listed_newest_first_and_in_pages(operations: Opera
     assert found == newest_first
 
 
-async def test_an_operation_of_a_silent_worker_is_taken_by_one_process_only(operations: Operations) -> None:
-    written = order()
+async def test_an_operation_of_a_dead_worker_is_taken_over_once(operations: Operations) -> None:
+    written = new_operation()
     await operations.insert("app", written, "the dead")
     seen_before = LATER - timedelta(seconds=30)
     assert await operations.stale("app", NOW, 10) == [], "the worker has written just now"
@@ -107,29 +107,29 @@ async def test_an_operation_of_a_silent_worker_is_taken_by_one_process_only(oper
     assert await operations.stale("app", seen_before, 10) == []
 
 
-async def test_an_operation_without_a_worker_waits_for_nobody(operations: Operations) -> None:
-    written = order(created=LATER)
+async def test_an_operation_without_a_worker_is_taken_at_once(operations: Operations) -> None:
+    written = new_operation(created=LATER)
     await operations.insert("app", written, NOBODY)
     assert await operations.stale("app", NOW, 10) == [written.id]
     assert await operations.take("app", written.id, "worker", NOW, LATER) is not None
     assert await operations.stale("app", NOW, 10) == []
 
 
-async def test_runs_to_cancel_are_read_with_the_decisions(outbox: Outbox, operations: Operations) -> None:
+async def test_runs_to_cancel_are_read_with_the_control_state(outbox: Outbox, operations: Operations) -> None:
     subscriptions = database_of(outbox).subscriptions
     await subscriptions.pause("app", "mail", NOW)
-    await operations.insert("app", order(), "worker")
-    assert not (await subscriptions.orders("app", cancels=True)).has_cancels, "only a retry is in progress"
-    old, new = replace(order(), kind="cancel"), replace(order(created=LATER), kind="cancel")
+    await operations.insert("app", new_operation(), "worker")
+    assert not (await subscriptions.control_state("app", cancels=True)).has_cancels, "only a retry is in progress"
+    old, new = replace(new_operation(), kind="cancel"), replace(new_operation(created=LATER), kind="cancel")
     for one in (old, new):
         await operations.insert("app", one, "worker")
 
-    read = await subscriptions.orders("app", cancels=True)
+    read = await subscriptions.control_state("app", cancels=True)
     assert read.has_cancels
     assert [pause.handler_name for pause in read.pauses] == ["mail"]
     assert list(read.partitions) == []
-    assert not (await subscriptions.orders("app")).has_cancels, "not asked for"
-    assert not (await subscriptions.orders("other", cancels=True)).has_cancels
+    assert not (await subscriptions.control_state("app")).has_cancels, "not requested"
+    assert not (await subscriptions.control_state("other", cancels=True)).has_cancels
     assert await operations.running("app", "cancel", NOW - timedelta(seconds=1)) == [old, new]
     assert await operations.running("app", "cancel", NOW) == [new]
     assert await operations.running("other", "cancel", NOW) == []
@@ -138,23 +138,23 @@ async def test_runs_to_cancel_are_read_with_the_decisions(outbox: Outbox, operat
         assert await operations.take("app", one.id, "owner", datetime(9999, 1, 1), LATER) is not None
         assert not await operations.finish("app", replace(one, state=OperationState.DONE), "worker"), "taken"
         assert await operations.finish("app", replace(one, state=OperationState.DONE), "owner")
-    assert not (await subscriptions.orders("app", cancels=True)).has_cancels
+    assert not (await subscriptions.control_state("app", cancels=True)).has_cancels
 
 
 async def test_only_a_running_operation_can_be_stopped(operations: Operations) -> None:
-    written = order()
+    written = new_operation()
     await operations.insert("app", written, "worker")
-    assert not await operations.is_to_stop("app", written.id)
-    assert await operations.order_stop("app", written.id)
-    assert await operations.order_stop("app", written.id)
-    assert await operations.is_to_stop("app", written.id)
+    assert not await operations.stop_requested("app", written.id)
+    assert await operations.request_stop("app", written.id)
+    assert await operations.request_stop("app", written.id)
+    assert await operations.stop_requested("app", written.id)
     await operations.finish("app", replace(written, state=OperationState.STOPPED), "worker")
-    assert not await operations.order_stop("app", written.id)
-    assert not await operations.order_stop("app", uuid4())
+    assert not await operations.request_stop("app", written.id)
+    assert not await operations.request_stop("app", uuid4())
 
 
-async def test_old_operations_are_removed_and_running_operations_stay(operations: Operations) -> None:
-    running, ended = order(), [order(created=NOW + timedelta(seconds=second)) for second in range(4)]
+async def test_old_operations_are_removed_unless_running(operations: Operations) -> None:
+    running, ended = new_operation(), [new_operation(created=NOW + timedelta(seconds=second)) for second in range(4)]
     for one in (running, *ended):
         await operations.insert("app", one, "worker")
     for one in ended:

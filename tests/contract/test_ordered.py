@@ -1,4 +1,4 @@
-"""Ordered handlers: the events of a key run one at a time and in order, through failures; keys are independent."""
+"""Ordered handlers: the events of a key run one at a time and in order despite failures; keys are independent."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def post(outbox: Outbox, *entries: tuple[str | None, int]) -> None:
 
 
 class Ledger(Journal):
-    """Remembers amounts by key, and that no two runs of a key overlapped."""
+    """Records amounts by key, and that no two runs of a key overlapped."""
 
     def __init__(self, fails: Callable[[Envelope], BaseException | None] = lambda envelope: None) -> None:
         super().__init__(fails)
@@ -70,7 +70,7 @@ async def states_of(look: Look, key: str) -> list[str]:
     return [row["state"] for row in await look.notifications() if row["ordering_key"] == key]
 
 
-async def test_events_of_a_key_run_in_order_and_one_at_a_time(outbox: Outbox) -> None:
+async def test_events_of_a_key_run_one_at_a_time_in_order(outbox: Outbox) -> None:
     ledger = Ledger()
     outbox.handler(MoneyDeposited, name="ledger", ordered=True)(ledger)
     for number in range(10):
@@ -84,7 +84,7 @@ async def test_events_of_a_key_run_in_order_and_one_at_a_time(outbox: Outbox) ->
 
 
 @needs_many_writers
-async def test_without_failures_no_row_is_ever_blocked(outbox: Outbox, look: Look) -> None:
+async def test_no_row_is_blocked_without_failures(outbox: Outbox, look: Look) -> None:
     blocked: list[int] = []
 
     @outbox.handler(MoneyDeposited, name="ledger", ordered=True)
@@ -97,7 +97,7 @@ async def test_without_failures_no_row_is_ever_blocked(outbox: Outbox, look: Loo
     assert set(blocked) == {0}
 
 
-async def test_the_key_is_the_model_where_none_is_given(outbox: Outbox) -> None:
+async def test_the_default_key_is_the_model(outbox: Outbox) -> None:
     class Deposit(Action):
         async def perform(self, tx: Transaction) -> None:
             for amount in range(4):
@@ -125,9 +125,7 @@ async def test_events_without_a_key_are_not_ordered(outbox: Outbox) -> None:
     assert (await outbox.drain()).succeeded == 3
 
 
-async def test_a_head_that_is_tried_again_holds_up_its_own_key_and_no_other(
-    make_outbox: MakeOutbox, clock: MovableClock, look: Look
-) -> None:
+async def test_a_retried_head_blocks_only_its_own_key(make_outbox: MakeOutbox, clock: MovableClock, look: Look) -> None:
     outbox = await make_outbox(clock=clock)
     ledger = Ledger(
         lambda e: ValueError() if e.ordering_key == "a" and e.attempt == 1 and e.event.amount == 1 else None
@@ -149,7 +147,7 @@ async def test_a_head_that_is_tried_again_holds_up_its_own_key_and_no_other(
     assert await look.states() == {"SUCCEEDED": 6}
 
 
-async def test_a_head_that_is_not_due_yet_holds_up_its_key(
+async def test_a_head_that_is_not_due_yet_blocks_its_key(
     make_outbox: MakeOutbox, clock: MovableClock, look: Look
 ) -> None:
     outbox = await make_outbox(clock=clock)
@@ -169,7 +167,7 @@ async def test_a_head_that_is_not_due_yet_holds_up_its_key(
     assert await look.states() == {"SUCCEEDED": 3}
 
 
-async def test_what_is_replayed_of_a_key_is_in_order_behind_what_was_done(outbox: Outbox, clock: MovableClock) -> None:
+async def test_replayed_rows_of_a_key_run_in_order_after_finished_ones(outbox: Outbox, clock: MovableClock) -> None:
     ledger = Ledger()
     outbox.handler(MoneyDeposited, name="ledger", ordered=True)(ledger)
     await post(outbox, *(("a", number) for number in range(5)))
@@ -184,9 +182,7 @@ async def test_what_is_replayed_of_a_key_is_in_order_behind_what_was_done(outbox
 
 
 @pytest.mark.parametrize("on_dead_key", ["park", "continue"])
-async def test_a_key_whose_head_may_run_only_once_waits_if_that_run_fails(
-    outbox: Outbox, look: Look, on_dead_key: str
-) -> None:
+async def test_a_failed_at_most_once_head_parks_its_key(outbox: Outbox, look: Look, on_dead_key: str) -> None:
     ledger = Ledger(lambda e: ValueError("once") if e.event.amount == 1 else None)
     outbox.handler(
         MoneyDeposited, name="ledger", ordered=True, delivery="at_most_once", on_dead_key=on_dead_key
@@ -219,7 +215,7 @@ async def test_a_dead_head_parks_its_key_until_it_is_resumed(outbox: Outbox, loo
 
 
 @pytest.mark.parametrize("order", ["retry", "skip"])
-async def test_a_parked_key_goes_on_when_its_head_is_retried_or_skipped(outbox: Outbox, look: Look, order: str) -> None:
+async def test_retrying_or_skipping_its_head_resumes_a_parked_key(outbox: Outbox, look: Look, order: str) -> None:
     bad = [Unprocessable("bad")]
     ledger = Ledger(lambda e: bad.pop() if bad else None)
     outbox.handler(MoneyDeposited, name="ledger", ordered=True)(ledger)
@@ -233,7 +229,7 @@ async def test_a_parked_key_goes_on_when_its_head_is_retried_or_skipped(outbox: 
     assert by_key(ledger)["a"] == ([1, 1, 2] if order == "retry" else [1, 2])
 
 
-async def test_a_key_may_go_on_behind_its_dead(outbox: Outbox, look: Look) -> None:
+async def test_a_key_may_continue_after_a_dead_row(outbox: Outbox, look: Look) -> None:
     ledger = Ledger(lambda e: Unprocessable("bad") if e.event.amount == 2 else None)
     outbox.handler(MoneyDeposited, name="ledger", ordered=True, on_dead_key="continue")(ledger)
     await post(outbox, ("a", 1), ("a", 2), ("a", 3))
@@ -243,12 +239,14 @@ async def test_a_key_may_go_on_behind_its_dead(outbox: Outbox, look: Look) -> No
     assert await states_of(look, "a") == ["SUCCEEDED", "DEAD", "SUCCEEDED"]
 
 
-async def test_a_key_waits_for_the_hook_of_its_dead(make_outbox: MakeOutbox, clock: MovableClock, look: Look) -> None:
-    told: list[int] = []
+async def test_a_key_waits_for_the_hook_of_its_dead_row(
+    make_outbox: MakeOutbox, clock: MovableClock, look: Look
+) -> None:
+    hook_calls: list[int] = []
 
     async def on_dead(envelope: Envelope, error: Exception) -> None:
-        told.append(int(envelope.event.amount))
-        if len(told) == 1:
+        hook_calls.append(int(envelope.event.amount))
+        if len(hook_calls) == 1:
             raise RuntimeError("not yet")
 
     outbox = await make_outbox(clock=clock)
@@ -261,7 +259,7 @@ async def test_a_key_waits_for_the_hook_of_its_dead(make_outbox: MakeOutbox, clo
     clock.advance("1m")
     await outbox.drain()
 
-    assert (by_key(ledger), told) == ({"a": [1, 2]}, [1, 1])
+    assert (by_key(ledger), hook_calls) == ({"a": [1, 2]}, [1, 1])
     assert await states_of(look, "a") == ["DEAD", "SUCCEEDED"]
 
 
@@ -297,8 +295,8 @@ async def test_an_expired_head_parks_its_key(make_outbox: MakeOutbox, clock: Mov
     assert await states_of(look, "a") == ["EXPIRED", "BLOCKED"]
 
 
-async def leave_a_line_behind(make_outbox: MakeOutbox, clock: MovableClock) -> None:
-    """A handler that is gone has a DEAD event, behind it a BLOCKED event, and a third event two days younger."""
+async def abandon_key_queue(make_outbox: MakeOutbox, clock: MovableClock) -> None:
+    """Leave a removed handler with a DEAD event, a BLOCKED event behind it, and a third event two days younger."""
     gone = await make_outbox(clock=clock)
     gone.handler(MoneyDeposited, name="ledger", ordered=True)(Ledger(lambda e: Unprocessable("bad")))
     await post(gone, ("a", 1), ("a", 2))
@@ -309,10 +307,10 @@ async def leave_a_line_behind(make_outbox: MakeOutbox, clock: MovableClock) -> N
     await gone.admin.unsubscribe("ledger")
 
 
-async def test_what_waits_in_a_line_that_nobody_has_is_unroutable_and_expires(
+async def test_a_key_queue_without_a_handler_is_unroutable_and_expires(
     outbox: Outbox, make_outbox: MakeOutbox, clock: MovableClock, look: Look, caplog: pytest.LogCaptureFixture
 ) -> None:
-    await leave_a_line_behind(make_outbox, clock)
+    await abandon_key_queue(make_outbox, clock)
     outbox.handler(WalletOpened, name="first")(Journal())
 
     assert (await outbox.drain()).expired == 0
@@ -330,7 +328,7 @@ async def test_what_waits_in_a_line_that_nobody_has_is_unroutable_and_expires(
     assert (await outbox.admin.purge()).notifications == 3
 
 
-async def test_a_handler_that_comes_back_goes_on_where_its_lines_were_left(
+async def test_a_returning_handler_continues_where_its_key_queues_stopped(
     outbox: Outbox, make_outbox: MakeOutbox, clock: MovableClock
 ) -> None:
     gone = await make_outbox(clock=clock)
@@ -353,10 +351,10 @@ async def test_a_handler_that_comes_back_goes_on_where_its_lines_were_left(
     assert (await back.admin.counts())["unroutable"] == 0
 
 
-async def test_what_expired_behind_its_head_parks_the_key_for_a_handler_that_comes_back(
+async def test_an_expired_row_parks_the_key_of_a_returning_handler(
     outbox: Outbox, make_outbox: MakeOutbox, clock: MovableClock, look: Look
 ) -> None:
-    await leave_a_line_behind(make_outbox, clock)
+    await abandon_key_queue(make_outbox, clock)
     outbox.handler(WalletOpened, name="first")(Journal())
     clock.advance("6d")
     await outbox.admin.retry([record.id for record in await outbox.admin.list(state="DEAD")])
@@ -392,7 +390,7 @@ async def test_a_name_and_its_aliases_are_one_queue(make_outbox: MakeOutbox, loo
     assert {row["handler_name"] for row in await look.notifications()} == {"books", "ledger"}
 
 
-async def test_a_long_key_is_worked_off_in_order(outbox: Outbox, look: Look) -> None:
+async def test_a_long_key_queue_is_processed_in_order(outbox: Outbox, look: Look) -> None:
     ledger = Ledger()
     outbox.handler(MoneyDeposited, name="ledger", ordered=True)(ledger)
     for start in range(0, 300, 100):
@@ -404,8 +402,8 @@ async def test_a_long_key_is_worked_off_in_order(outbox: Outbox, look: Look) -> 
     assert await look.states() == {"SUCCEEDED": 301}
 
 
-async def test_a_blocked_row_that_nobody_waits_for_is_unblocked(outbox: Outbox, look: Look) -> None:
-    """As after a crash between the end of a head and moving up."""
+async def test_a_blocked_row_without_a_predecessor_is_unblocked(outbox: Outbox, look: Look) -> None:
+    """As after a crash between the outcome of a head and the unblocking of the next row."""
     ledger = Ledger()
     outbox.handler(MoneyDeposited, name="ledger", ordered=True)(ledger)
     await post(outbox, ("a", 1), ("a", 2), ("", 3))
@@ -417,7 +415,7 @@ async def test_a_blocked_row_that_nobody_waits_for_is_unblocked(outbox: Outbox, 
     assert by_key(ledger) == {"a": [1, 2, 1, 2], "": [3, 3]}
 
 
-async def test_while_running_an_operators_order_is_heeded(outbox: Outbox) -> None:
+async def test_an_operation_applies_while_running(outbox: Outbox) -> None:
     ledger = Ledger(lambda e: Unprocessable("bad") if e.event.amount == 1 else None)
     outbox.handler(MoneyDeposited, name="ledger", ordered=True)(ledger)
     async with outbox.running():
@@ -458,7 +456,7 @@ async def test_order_holds_while_running_with_failures_and_many_keys(make_outbox
     assert ledger.overlaps == 0
 
 
-async def test_two_event_types_of_a_key_are_one_line(make_outbox: MakeOutbox) -> None:
+async def test_two_event_types_of_a_key_are_one_queue(make_outbox: MakeOutbox) -> None:
     class Both(Action):
         number: int
 
@@ -494,8 +492,8 @@ async def test_a_transactional_handler_may_be_ordered(outbox: Outbox, look: Look
 
 
 @needs_many_writers
-async def test_a_key_waits_while_another_process_has_its_head_in_a_transaction(outbox: Outbox, look: Look) -> None:
-    """As when a process froze in the middle of the run, and this process took over."""
+async def test_a_key_waits_while_its_head_is_in_another_transaction(outbox: Outbox, look: Look) -> None:
+    """As when a process froze during the run, and this process took over."""
     ledger = Ledger()
     outbox.handler(MoneyDeposited, name="ledger", ordered=True, delivery="transactional")(ledger)
     await post(outbox, ("a", 1), ("a", 2), ("b", 3))
@@ -517,18 +515,18 @@ async def _are_pending(outbox: Outbox, number: int) -> bool:
     return (await outbox.admin.counts())["PENDING"] == number
 
 
-async def test_rows_that_were_lining_up_when_the_lock_was_lost_are_handled(make_outbox: MakeOutbox) -> None:
+async def test_rows_queuing_when_the_lock_was_lost_are_handled(make_outbox: MakeOutbox) -> None:
     outbox = await make_outbox()
     ledger = Ledger()
     outbox.handler(MoneyDeposited, name="ledger", ordered=True)(ledger)
-    lines, asked = database_of(outbox).ordering, 0
+    lines, reads = database_of(outbox).ordering, 0
     find_heads = lines.find_heads
 
     async def find_and_lose(*args: Any, **options: Any) -> Any:
-        nonlocal asked
+        nonlocal reads
         heads = await find_heads(*args, **options)
-        asked += 1
-        if asked == 1:
+        reads += 1
+        if reads == 1:
             locks_of(outbox).suspect(cursors_of(outbox)["ledger"].lease)
         return heads
 

@@ -1,4 +1,4 @@
-"""Ordered batch handlers: a call has the first rows of each key, in order, and no second call has rows of the key."""
+"""Ordered batch handlers: a call has the first rows of each key in order; concurrent calls never share a key."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Tip(Event):
 
 
 class Calls:
-    """A batch handler that remembers the calls, and fails for rows as it is told."""
+    """A batch handler that records its calls, and fails for the specified rows."""
 
     def __init__(self, fails: Callable[[str, int], BaseException | None] = lambda key, number: None) -> None:
         self.calls: list[list[tuple[str, int]]] = []
@@ -84,7 +84,7 @@ def at_least(calls: list[Any], number: int) -> Callable[[], bool]:
     return lambda: len(calls) >= number
 
 
-async def test_each_key_is_in_order_and_a_call_has_rows_of_many_keys(make_outbox: MakeOutbox) -> None:
+async def test_each_key_is_in_order_and_calls_combine_keys(make_outbox: MakeOutbox) -> None:
     outbox, calls = await make_outbox(), Calls()
     outbox.handler(MoneyDeposited, name="relay", ordered=True, batch=Batch(size=50))(calls)
     await emit(outbox, keys=20, each=15)
@@ -96,7 +96,7 @@ async def test_each_key_is_in_order_and_a_call_has_rows_of_many_keys(make_outbox
     assert 20 < max(map(len, calls.calls)) <= 50
 
 
-async def test_a_single_key_has_calls_of_many_rows(make_outbox: MakeOutbox) -> None:
+async def test_a_single_key_gets_calls_of_many_rows(make_outbox: MakeOutbox) -> None:
     outbox, calls = await make_outbox(), Calls()
     outbox.handler(MoneyDeposited, name="relay", ordered=True, batch=Batch(size=30))(calls)
     await emit(outbox, keys=1, each=100)
@@ -107,7 +107,7 @@ async def test_a_single_key_has_calls_of_many_rows(make_outbox: MakeOutbox) -> N
     assert max(map(len, calls.calls)) == 30
 
 
-async def test_rows_behind_a_failure_are_made_again_even_if_the_handler_was_done_with_them(
+async def test_rows_behind_a_failure_are_handled_again(
     make_outbox: MakeOutbox, clock: MovableClock, look: Look
 ) -> None:
     outbox, seen = await make_outbox(clock=clock), list[list[int]]()
@@ -128,7 +128,7 @@ async def test_rows_behind_a_failure_are_made_again_even_if_the_handler_was_done
     assert [row["attempts"] for row in rows] == [1, 1, 2, 1, 1, 1]
 
 
-async def test_a_call_that_raises_is_split_and_no_row_overtakes_the_row_that_fails(
+async def test_a_failed_call_is_split_and_nothing_overtakes_the_failing_row(
     make_outbox: MakeOutbox, look: Look
 ) -> None:
     outbox, done = await make_outbox(), list[int]()
@@ -148,13 +148,13 @@ async def test_a_call_that_raises_is_split_and_no_row_overtakes_the_row_that_fai
 
 
 async def rerun(outbox: Outbox, look: Look, attempts: list[int], trouble: Trouble | None = None) -> list[list[str]]:
-    """Handle the rows again, with so many former attempts; the states of the rows, by key, after each settlement."""
+    """Handle the rows again with this many previous attempts; return the states by key after each settlement."""
     for row, number in zip(await look.notifications(), attempts, strict=True):
         statement = "UPDATE {event_notifications} SET state = 'PENDING', attempts = $1 WHERE id = $2"
         await look.fetch(statement, number, row["id"])
     watched, seen = watch(outbox, "notifications"), list[list[str]]()
 
-    async def then_look(method: Callable[..., Awaitable[Any]], *args: Any) -> Any:
+    async def look_and_release(method: Callable[..., Awaitable[Any]], *args: Any) -> Any:
         try:
             return await (method(*args) if trouble is None else trouble(method, *args))
         finally:
@@ -162,13 +162,13 @@ async def rerun(outbox: Outbox, look: Look, attempts: list[int], trouble: Troubl
             for key in {row["ordering_key"] for row in rows}:
                 seen.append([row["state"] for row in rows if row["ordering_key"] == key])
 
-    watched.trouble = {"settle": then_look, "settle_emitting": then_look}
+    watched.trouble = {"settle": look_and_release, "settle_emitting": look_and_release}
     await outbox.drain()
     return seen
 
 
-def refused_while_the_lock_is_taken_anew(outbox: Outbox) -> Trouble:
-    """The first outcomes come under a term that is over, because this process itself has raised the term."""
+def refused_while_reacquiring_the_lock(outbox: Outbox) -> Trouble:
+    """The first outcomes are under an expired term, because this process itself raised the term."""
     is_first = True
 
     async def trouble(method: Callable[..., Awaitable[Any]], *args: Any) -> Any:
@@ -185,21 +185,21 @@ def refused_while_the_lock_is_taken_anew(outbox: Outbox) -> Trouble:
 
 
 def is_in_order(states: list[str]) -> bool:
-    """True if no row is finished behind an unfinished row: a process may die here."""
+    """True if no row is finished behind an unfinished row: a process may die at this point."""
     finished = [state in ("SUCCEEDED", "DEAD") for state in states]
     return finished == sorted(finished, reverse=True)
 
 
 @pytest.mark.parametrize("attempts", [[1, 0, 0, 0, 0, 0], [0, 1, 1, 0, 0, 0], [0, 2, 1, 0, 2, 0]])
-@pytest.mark.parametrize("way", ["succeeds", "dies", "emits", "breaks", "loses the answer", "takes the lock anew"])
-async def test_no_row_is_finished_before_the_rows_in_front_of_it(
+@pytest.mark.parametrize("way", ["succeeds", "dies", "emits", "breaks", "loses the answer", "reacquires the lock"])
+async def test_no_row_is_finished_before_the_rows_ahead_of_it(
     make_outbox: MakeOutbox, look: Look, attempts: list[int], way: str
 ) -> None:
     outbox, again, handled = await make_outbox(), False, list[str]()
     ways: dict[str, Trouble] = {
-        "breaks": breaks(1, error=RuntimeError("somebody's trigger says no")),
+        "breaks": breaks(1, error=RuntimeError("refused by a user-defined trigger")),
         "loses the answer": breaks(1, before=False),
-        "takes the lock anew": refused_while_the_lock_is_taken_anew(outbox),
+        "reacquires the lock": refused_while_reacquiring_the_lock(outbox),
     }
 
     @outbox.handler(MoneyDeposited, name="relay", ordered=True, on_dead_key="continue", batch=Batch(size=50))
@@ -217,11 +217,11 @@ async def test_no_row_is_finished_before_the_rows_in_front_of_it(
     seen = await rerun(outbox, look, attempts, ways.get(way))
 
     assert all(map(is_in_order, seen)), seen
-    assert len(handled) == 6 or way == "takes the lock anew"
+    assert len(handled) == 6 or way == "reacquires the lock"
     assert await look.states() == ({"SUCCEEDED": 5, "DEAD": 1} if way == "dies" else {"SUCCEEDED": 6})
 
 
-async def test_rows_behind_a_row_whose_events_are_refused_are_handled_again(
+async def test_rows_behind_a_row_with_refused_events_are_handled_again(
     make_outbox: MakeOutbox, look: Look, clock: MovableClock
 ) -> None:
     outbox, calls = await make_outbox(clock=clock), list[list[int]]()
@@ -233,7 +233,7 @@ async def test_rows_behind_a_row_whose_events_are_refused_are_handled_again(
             envelopes[1].emit(Tip(1), model_id="1")
 
     async def refuses(method: Callable[..., Awaitable[Any]], bucket: Any, now: Any) -> Any:
-        raise InvalidEvent("Tip", "somebody's constraint says no")
+        raise InvalidEvent("Tip", "refused by a user-defined constraint")
 
     watch(outbox, "notifications").trouble["settle_emitting"] = refuses
     await emit(outbox, keys=1, each=4)
@@ -250,7 +250,7 @@ async def test_rows_behind_a_row_whose_events_are_refused_are_handled_again(
 async def test_a_blocked_row_between_two_rows_in_memory_is_not_overtaken(
     make_outbox: MakeOutbox, clock: MovableClock, look: Look
 ) -> None:
-    """The second row waits for a retry, and an operator has put the first row back: the third may not follow it."""
+    """The second row waits for a retry, and an operator has reset the first row: the third may not follow it."""
     outbox, failing = await make_outbox(clock=clock), {0, 1}
     calls = Calls(lambda key, number: ValueError("bad") if number in failing else None)
     options: Any = {"ordered": True, "on_dead_key": "continue", "retry": RetryPolicy(max_attempts=1)}
@@ -274,7 +274,7 @@ async def test_a_blocked_row_between_two_rows_in_memory_is_not_overtaken(
     assert calls.done == {"k0": [0, 1, 2, 3, 4]}
 
 
-async def test_the_rest_of_a_key_waits_behind_its_failure_and_other_keys_go_on(
+async def test_a_failure_blocks_later_rows_of_its_key_only(
     make_outbox: MakeOutbox, clock: MovableClock, look: Look
 ) -> None:
     outbox, broken = await make_outbox(clock=clock), True
@@ -294,7 +294,9 @@ async def test_the_rest_of_a_key_waits_behind_its_failure_and_other_keys_go_on(
 
 
 @pytest.mark.parametrize(("policy", "expected"), [("park", [0, 1]), ("continue", [0, 1, 3, 4])])
-async def test_a_dead_row_parks_its_key_or_not(make_outbox: MakeOutbox, policy: Any, expected: list[int]) -> None:
+async def test_a_dead_row_parks_its_key_depending_on_the_option(
+    make_outbox: MakeOutbox, policy: Any, expected: list[int]
+) -> None:
     outbox = await make_outbox()
     calls = Calls(lambda key, number: Unprocessable("never") if (key, number) == ("k1", 2) else None)
     outbox.handler(MoneyDeposited, name="relay", ordered=True, on_dead_key=policy, batch=Batch(size=50))(calls)
@@ -305,7 +307,7 @@ async def test_a_dead_row_parks_its_key_or_not(make_outbox: MakeOutbox, policy: 
     assert (calls.done["k0"], calls.done["k1"]) == ([0, 1, 2, 3, 4], expected)
 
 
-async def test_a_service_that_is_away_changes_no_order(make_outbox: MakeOutbox, look: Look) -> None:
+async def test_an_unavailable_service_changes_no_order(make_outbox: MakeOutbox, look: Look) -> None:
     outbox, left = await make_outbox(), 3
 
     async def relay(envelopes: Envelopes) -> Any:
@@ -360,6 +362,6 @@ async def test_random_failures_and_restarts_keep_the_order_of_each_key(
         assert first_times == list(range(18))
 
 
-def test_a_schedule_and_an_order_make_no_sense_together() -> None:
+def test_a_schedule_cannot_be_combined_with_ordering() -> None:
     with pytest.raises(RegistrationError, match=r"ordered=True and batch=Batch\(schedule="):
         Handlers().handler(MoneyDeposited, name="relay", ordered=True, batch=Batch(schedule="0 0 * * *"))(Calls())

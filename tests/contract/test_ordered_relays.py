@@ -1,4 +1,4 @@
-"""An ordered relay sends no event of a key behind one that has failed; and what a lost connection costs."""
+"""An ordered relay sends no event of a key after a failed one; and the cost of a lost connection."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from outboxio import Outbox, Unprocessable
 from outboxio.integrations.brokers.message import Message
-from outboxio.integrations.brokers.relay import Parcel, Relay, Verdict
+from outboxio.integrations.brokers.relay import DeliveryResult, Parcel, Relay
 from tests.kit.app import Look, MoneyDeposited, eventually
 
 pytestmark = pytest.mark.above_statements
@@ -20,7 +20,7 @@ MakeOutbox = Callable[..., Awaitable[Outbox]]
 
 
 class Recorder(Relay):
-    """A relay that keeps the messages in memory, and has no destination for some of them."""
+    """A relay that collects the messages in memory, and has no destination for some of them."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(prefix="ce-", **options)
@@ -30,7 +30,7 @@ class Recorder(Relay):
 
     async def disconnect(self) -> None: ...
 
-    async def publish(self, parcels: Sequence[Parcel]) -> Sequence[Verdict]:
+    async def publish(self, parcels: Sequence[Parcel]) -> Sequence[DeliveryResult]:
         self.calls.append([(parcel.message.key, parcel.message.data) for parcel in parcels])
         return [None] * len(parcels)
 
@@ -59,14 +59,14 @@ class LosesOnce(Recorder):
     async def disconnect(self) -> None:
         self.steps.append("disconnect")
 
-    async def publish(self, parcels: Sequence[Parcel]) -> Sequence[Verdict]:
+    async def publish(self, parcels: Sequence[Parcel]) -> Sequence[DeliveryResult]:
         if "lost" not in self.steps:
             self.steps.append("lost")
             raise ConnectionError("the broker has closed the connection")
         return await super().publish(parcels)
 
 
-async def test_the_key_waits_behind_an_event_that_makes_no_message(make_outbox: MakeOutbox, look: Look) -> None:
+async def test_a_key_waits_behind_an_event_without_a_message(make_outbox: MakeOutbox, look: Look) -> None:
     outbox, relay = await make_outbox(), Recorder(name="relay", types=(MoneyDeposited,), ordered=True)
     outbox.add_handler(relay)
     async with outbox.transaction("deposit") as tx:
@@ -83,7 +83,7 @@ async def test_the_key_waits_behind_an_event_that_makes_no_message(make_outbox: 
     assert await look.states() == {"SUCCEEDED": 7, "DEAD": 1, "BLOCKED": 2}
 
 
-async def test_a_relay_that_keeps_no_order_gets_one_message_of_each_key(make_outbox: MakeOutbox) -> None:
+async def test_an_unordered_relay_gets_one_message_of_each_key(make_outbox: MakeOutbox) -> None:
     outbox, relay = await make_outbox(), InWaves(name="relay", types=(MoneyDeposited,), ordered=True)
     outbox.add_handler(relay)
     async with outbox.transaction("deposit") as tx:
@@ -97,7 +97,7 @@ async def test_a_relay_that_keeps_no_order_gets_one_message_of_each_key(make_out
     assert all(b'"1"' in data for _, data in relay.calls[0])
 
 
-async def test_a_lost_connection_uses_no_attempt_and_is_opened_again(make_outbox: MakeOutbox, look: Look) -> None:
+async def test_a_lost_connection_uses_no_attempt_and_is_reopened(make_outbox: MakeOutbox, look: Look) -> None:
     outbox, relay = await make_outbox(), LosesOnce(name="relay", types=(MoneyDeposited,))
     outbox.add_handler(relay)
     async with outbox.transaction("deposit") as tx:

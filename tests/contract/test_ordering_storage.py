@@ -57,20 +57,20 @@ async def due(store: Store, name: str = "ledger") -> list[int]:
 
 
 async def renamed(store: Store, *keys: str, and_then: tuple[str, ...] = ()) -> None:
-    """Rows of ``ledger``, then rows of ``accounts``, which has that name as an alias."""
+    """Rows of ``ledger``, then rows of ``accounts``, whose alias is that name."""
     await store.insert_notifications(*keys)
     await store.subscribe("accounts", ordered=True, aliases=("ledger",))
     await store.insert_notifications(*and_then)
 
 
-async def test_the_moments_of_a_due_row_are_exact_to_the_microsecond(store: Store) -> None:
-    moments = [datetime(2029, 12, 31, 23, 59, 59, micro) for micro in (0, 1, 499_999, 500_000, 999_999)]
-    for moment in moments:
-        await store.insert_notifications("a", now=moment)
+async def test_the_times_of_a_due_row_are_exact_to_the_microsecond(store: Store) -> None:
+    times = [datetime(2029, 12, 31, 23, 59, 59, micro) for micro in (0, 1, 499_999, 500_000, 999_999)]
+    for time in times:
+        await store.insert_notifications("a", now=time)
 
     found = await store.database.notifications.find_due("app", NOW, [DueQuery("ledger", 10)])
 
-    assert [(row.next_retry_at, row.retention_from) for row in found] == [(moment, moment) for moment in moments]
+    assert [(row.next_retry_at, row.retention_from) for row in found] == [(time, time) for time in times]
 
 
 # --- heads ---------------------------------------------------------------------------------------
@@ -87,7 +87,7 @@ async def test_the_head_of_a_key_is_its_first_unfinished_row(store: Store) -> No
 
 
 @pytest.mark.parametrize("state", UNFINISHED)
-async def test_a_row_that_is_not_finished_is_a_head_in_any_state(store: Store, state: str) -> None:
+async def test_an_unfinished_row_is_a_head_in_any_state(store: Store, state: str) -> None:
     await store.insert_notifications("a", "a")
     await store.put(state, 1)
     for parks in (False, True):
@@ -95,7 +95,7 @@ async def test_a_row_that_is_not_finished_is_a_head_in_any_state(store: Store, s
 
 
 @pytest.mark.parametrize("state", ["DEAD", "EXPIRED"])
-async def test_a_dead_or_expired_row_is_a_head_only_where_it_parks_its_key(store: Store, state: str) -> None:
+async def test_dead_and_expired_rows_are_heads_only_where_they_park(store: Store, state: str) -> None:
     await store.insert_notifications("a", "b", "a")
     await store.put(state, 1, 2)
     await store.put("BLOCKED", 3)
@@ -103,13 +103,13 @@ async def test_a_dead_or_expired_row_is_a_head_only_where_it_parks_its_key(store
     assert await heads(store, "a", "b", parks=False) == {"a": 3}
 
 
-async def test_a_row_that_is_before_a_parked_one_is_the_head(store: Store) -> None:
+async def test_a_row_before_a_parked_one_is_the_head(store: Store) -> None:
     await store.insert_notifications("a", "a")
     await store.put("DEAD", 2)
     assert await heads(store, "a", parks=True) == {"a": 1}
 
 
-async def test_the_names_of_a_handler_are_one_line(store: Store) -> None:
+async def test_all_names_of_a_handler_share_one_queue(store: Store) -> None:
     await renamed(store, "a", "b", "b", and_then=("a", "c", "b"))
     names = ("accounts", "ledger")
     assert await heads(store, "a", "b", "c", names=names) == {"a": 1, "b": 2, "c": 5}
@@ -120,7 +120,7 @@ async def test_the_names_of_a_handler_are_one_line(store: Store) -> None:
     assert await heads(store, "a", names=names, parks=False) == {"a": 4}
 
 
-async def test_keys_are_told_apart_byte_for_byte(store: Store) -> None:
+async def test_keys_are_compared_byte_for_byte(store: Store) -> None:
     keys = ("a", "A", "à", "a ", "", "ab", "%", "_", "'", "\\", '"', "\N{GRINNING FACE}")
     await store.insert_notifications(*keys)
     assert await heads(store, *keys) == {key: i for i, key in enumerate(keys, 1)}
@@ -128,12 +128,12 @@ async def test_keys_are_told_apart_byte_for_byte(store: Store) -> None:
     assert await heads(store, "") == {"": 5}
 
 
-async def test_other_handlers_and_other_services_have_lines_of_their_own(
+async def test_other_handlers_and_services_have_their_own_queues(
     store: Store, make_outbox: MakeOutbox, look: Look
 ) -> None:
-    stranger = Store(await make_outbox("stranger"), look, "stranger")
-    await stranger.subscribe("ledger", ordered=True)
-    await stranger.insert_notifications("a", "s")
+    another_service = Store(await make_outbox("other"), look, "other")
+    await another_service.subscribe("ledger", ordered=True)
+    await another_service.insert_notifications("a", "s")
     await store.subscribe("other", ordered=True)
     await store.insert_notifications("a")
     await store.put("SUCCEEDED", 1, name="ledger")
@@ -144,7 +144,7 @@ async def test_other_handlers_and_other_services_have_lines_of_their_own(
     assert await store.database.ordering.unblock("app", ["ledger"], ["a", "s"], 10, NOW) == 0
 
 
-async def test_no_keys_and_no_names_are_no_trouble(store: Store) -> None:
+async def test_empty_lists_of_keys_and_names_are_accepted(store: Store) -> None:
     lines = store.database.ordering
     assert await lines.find_heads("app", [], ["a"], parks=True) == {}
     assert await lines.find_heads("app", ["ledger"], [], parks=True) == {}
@@ -157,7 +157,7 @@ async def test_no_keys_and_no_names_are_no_trouble(store: Store) -> None:
 # --- one key after another -----------------------------------------------------------------------
 
 
-async def test_all_keys_are_walked_page_by_page_even_the_empty_one(store: Store) -> None:
+async def test_all_keys_are_read_page_by_page_including_the_empty_one(store: Store) -> None:
     await store.insert_notifications("b", "", "a", "a", "c", "", "d", "b")
     assert list(await heads_after(store, None, 2)) == ["", "a"]
     assert await heads_after(store, "", 2) == {"a": 3, "b": 1}
@@ -167,7 +167,7 @@ async def test_all_keys_are_walked_page_by_page_even_the_empty_one(store: Store)
     assert await heads_after(store, None, 100) == {"": 2, "a": 3, "b": 1, "c": 5, "d": 7}
 
 
-async def test_a_walk_passes_by_finished_keys_and_shows_parked_ones_where_keys_park(store: Store) -> None:
+async def test_a_scan_skips_finished_keys_and_includes_parked_ones(store: Store) -> None:
     await store.insert_notifications("done", "parked", "mixed", "mixed", "open", "skipped")
     await store.put("SUCCEEDED", 1)
     await store.put("EXPIRED", 2)
@@ -180,13 +180,13 @@ async def test_a_walk_passes_by_finished_keys_and_shows_parked_ones_where_keys_p
     assert await heads_after(store, "open", 10, parks=False) == {}
 
 
-async def test_a_walk_is_of_one_name(store: Store) -> None:
+async def test_a_scan_covers_one_handler_name(store: Store) -> None:
     await renamed(store, "a", "b", and_then=("b", "c"))
     assert await heads_after(store, None, 10, "ledger") == {"a": 1, "b": 2}
     assert await heads_after(store, None, 10, "accounts") == {"b": 3, "c": 4}
 
 
-async def test_a_walk_leaves_out_rows_without_a_key(store: Store) -> None:
+async def test_a_scan_leaves_out_rows_without_a_key(store: Store) -> None:
     await store.subscribe("plain")
     await store.insert_notifications("a", "b")
     await store.put("BLOCKED", 1, name="plain")
@@ -196,7 +196,7 @@ async def test_a_walk_leaves_out_rows_without_a_key(store: Store) -> None:
 # --- blocking and unblocking ---------------------------------------------------------------------
 
 
-async def test_a_blocked_row_is_due_no_more_and_otherwise_as_it_was(store: Store) -> None:
+async def test_a_blocked_row_is_no_longer_due_and_otherwise_unchanged(store: Store) -> None:
     await store.insert_notifications("a", "a", "a")
     await store.put("FAILED", 2, attempts=3)
     before = await store.rows()
@@ -243,7 +243,7 @@ async def test_unblocking_counts_over_all_names_of_a_handler_in_sequence_order(s
     assert await store.labels("PENDING") == [1, 2, 3]
 
 
-async def test_retention_begins_with_unblocking_and_the_due_date_stays(store: Store) -> None:
+async def test_retention_starts_at_unblocking_and_the_due_date_stays(store: Store) -> None:
     await store.insert_notifications("a")
     await store.put("BLOCKED", 1, attempts=2)
 
@@ -264,12 +264,12 @@ async def test_only_blocked_rows_are_unblocked(store: Store) -> None:
     assert (await store.row(4)).retention_from == NOW
 
 
-# --- lines of a handler that is gone -------------------------------------------------------------
+# --- key queues of a removed handler -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("state", UNFINISHED)
 @pytest.mark.parametrize("key", ["a", None])
-async def test_a_name_is_unfinished_whatever_its_rows_wait_for(store: Store, key: str | None, state: str) -> None:
+async def test_a_name_has_unfinished_rows_in_any_waiting_state(store: Store, key: str | None, state: str) -> None:
     for name in ("audit", "books"):
         await store.subscribe(name)
     await store.insert_notifications(key, key)
@@ -288,8 +288,8 @@ async def test_a_name_is_unfinished_whatever_its_rows_wait_for(store: Store, key
 @pytest.mark.parametrize("key", ["a", None])
 async def test_each_row_expires_by_its_own_retention(store: Store, key: str | None) -> None:
     await store.subscribe("other")
-    for moment in (NOW - timedelta(microseconds=1), NOW):
-        await store.insert_notifications(*[key] * 4, now=moment)
+    for time in (NOW - timedelta(microseconds=1), NOW):
+        await store.insert_notifications(*[key] * 4, now=time)
     for first in (1, 5):
         for label, state in enumerate(UNFINISHED, first):
             await store.put(state, label, updated=NOW)
@@ -304,7 +304,7 @@ async def test_each_row_expires_by_its_own_retention(store: Store, key: str | No
     assert [str(row.state) for row in await store.rows("other")] == [*UNFINISHED, *UNFINISHED]
 
 
-async def test_no_more_rows_expire_at_once_than_are_asked_for(store: Store) -> None:
+async def test_expiry_is_limited_to_the_requested_number_of_rows(store: Store) -> None:
     await store.insert_notifications("a", "a", None, "b", "b", "c")
     await store.put("BLOCKED", 2, 3, 5)
 
@@ -333,7 +333,7 @@ async def preceded(store: Store, label: int) -> set[str]:
     return {row.handler_name for row in rows if row.id in found}
 
 
-async def test_a_row_is_preceded_while_one_of_lower_priority_has_not_begun(ranked: Store) -> None:
+async def test_a_row_is_preceded_until_lower_priorities_have_started(ranked: Store) -> None:
     assert await preceded(ranked, 1) == {"second", "beside", "last"}
     await ranked.put("BLOCKED", 1, name="first")
     assert await preceded(ranked, 1) == {"second", "beside", "last"}
@@ -350,13 +350,13 @@ async def test_a_row_that_had_its_first_attempt_precedes_no_other(ranked: Store,
     assert await preceded(ranked, 2) == {"second", "beside", "last"}
 
 
-async def test_only_what_is_asked_for_is_said_to_be_preceded(ranked: Store) -> None:
+async def test_only_requested_rows_are_returned_as_preceded(ranked: Store) -> None:
     row = await ranked.row(1, "last")
     first = await ranked.row(1, "first")
     assert await ranked.database.ordering.find_preceded([row.id, first.id, uuid4()]) == {row.id}
 
 
-async def test_released_are_the_blocked_rows_of_these_events_that_are_preceded_no_more(ranked: Store) -> None:
+async def test_blocked_rows_without_a_predecessor_are_released(ranked: Store) -> None:
     for name in ("second", "beside", "last"):
         await ranked.put("BLOCKED", 1, 2, name=name)
     event_ids = [(await ranked.row(label, "first")).event_id for label in (1, 2)]
@@ -377,7 +377,7 @@ async def test_released_are_the_blocked_rows_of_these_events_that_are_preceded_n
     assert await ranked.labels("BLOCKED") == [2, 2, 2]
 
 
-async def test_blocked_rows_without_a_key_are_found_in_order_behind_a_sequence(ranked: Store) -> None:
+async def test_blocked_rows_without_a_key_are_found_after_a_sequence(ranked: Store) -> None:
     await ranked.insert_notifications("c", "d")
     await ranked.subscribe("ledger", ordered=True)
     await ranked.insert_notifications("e")
@@ -401,13 +401,13 @@ async def test_blocked_rows_without_a_key_are_found_in_order_behind_a_sequence(r
     assert await found(["second", "last"], first, 100) == [2, 3, 3, 4, 4, 5, 5]
     assert await found(["second", "last"], first, 1) == [2]
     assert await found(["ledger", "first"], first - 1, 10) == []
-    assert await find("stranger", ["second"], 0, 10) == []
+    assert await find("other", ["second"], 0, 10) == []
 
 
 # --- due later -----------------------------------------------------------------------------------
 
 
-async def test_postponed_rows_are_due_and_retained_from_then_on(store: Store) -> None:
+async def test_postponing_moves_due_date_and_retention(store: Store) -> None:
     await store.insert_notifications("a", "b", "c", "d")
     await store.put("FAILED", 2, attempts=1)
     await store.put("BLOCKED", 3)
@@ -422,14 +422,14 @@ async def test_postponed_rows_are_due_and_retained_from_then_on(store: Store) ->
     assert [(row.next_retry_at, row.retention_from) for row in await store.some(2, 3, 4)] == [(NOW, NOW)] * 3
 
 
-async def test_a_due_row_says_its_key_and_when_it_was_made(store: Store) -> None:
+async def test_a_due_row_has_its_key_and_creation_date(store: Store) -> None:
     await store.insert_notifications("a", now=NOW - timedelta(hours=1))
     await store.subscribe("plain")
     await store.insert_notifications("b")
     found = await store.database.notifications.find_due("app", NOW, [DueQuery("ledger", 10), DueQuery("plain", 10)])
-    said = sorted((n.handler_name, n.context.ordering_key, n.context.created_date) for n in found if n.sequence)
-    assert [(name, key) for name, key, _ in said] == [("ledger", "a"), ("ledger", "b"), ("plain", None)]
-    assert [moment for *_, moment in said] == [NOW - timedelta(hours=1), NOW, NOW]
+    facts = sorted((n.handler_name, n.context.ordering_key, n.context.created_date) for n in found if n.sequence)
+    assert [(name, key) for name, key, _ in facts] == [("ledger", "a"), ("ledger", "b"), ("plain", None)]
+    assert [time for *_, time in facts] == [NOW - timedelta(hours=1), NOW, NOW]
 
 
 # --- many in one transaction ---------------------------------------------------------------------
@@ -458,7 +458,7 @@ async def test_many_rows_are_claimed_and_finished_together(store: Store) -> None
     assert len(rows[1].errors) == 1
 
 
-async def test_nothing_to_claim_and_to_finish_is_no_trouble(store: Store) -> None:
+async def test_claiming_and_finishing_nothing_is_accepted(store: Store) -> None:
     async with store.database.session() as session:
         await session.begin()
         assert await session.claim([], ["PENDING"]) == {}
@@ -466,7 +466,7 @@ async def test_nothing_to_claim_and_to_finish_is_no_trouble(store: Store) -> Non
         await session.commit()
 
 
-async def test_what_is_rolled_back_is_claimable_again(store: Store) -> None:
+async def test_rolled_back_rows_can_be_claimed_again(store: Store) -> None:
     await store.insert_notifications("a")
     row = await store.row(1)
     for _ in range(2):
@@ -479,7 +479,7 @@ async def test_what_is_rolled_back_is_claimable_again(store: Store) -> None:
 
 
 @needs_many_writers
-async def test_rows_that_another_transaction_has_claimed_are_passed_by(store: Store) -> None:
+async def test_rows_claimed_by_another_transaction_are_skipped(store: Store) -> None:
     await store.insert_notifications("a", "b", "c")
     ids = [row.id for row in await store.rows()]
     async with store.database.session() as one, store.database.session() as other:
@@ -491,13 +491,13 @@ async def test_rows_that_another_transaction_has_claimed_are_passed_by(store: St
         await other.rollback()
 
 
-async def test_what_is_owed_is_made_with_the_event_in_one_transaction(store: Store, outbox: Outbox) -> None:
+async def test_owed_rows_are_made_with_the_event_in_one_transaction(store: Store, outbox: Outbox) -> None:
     await store.subscribe("plain")
-    # Committed by an action as any other, and owed by another one before fan-out comes by.
+    # One event is committed like any other; another is stored with its notifications, before fan-out reads it.
     await store.deposit("a")
     [event] = await store.look.fetch("SELECT * FROM {events} WHERE event_type IS NOT NULL")
     ids = [uuid4(), uuid4()]
-    owed = [
+    created = [
         NewNotification(
             id=ids[0],
             handler_name="ledger",
@@ -521,7 +521,7 @@ async def test_what_is_owed_is_made_with_the_event_in_one_transaction(store: Sto
     ]
     async with store.database.session() as session:
         await session.begin()
-        await session.insert_notifications(UUID(str(event["id"])), owed, LATER)
+        await session.insert_notifications(UUID(str(event["id"])), created, LATER)
         await session.commit()
     assert (await store.fan_out()).events == {}
 
@@ -538,7 +538,7 @@ async def test_what_is_owed_is_made_with_the_event_in_one_transaction(store: Sto
         assert (row.action_name, row.namespace, row.event_date) == ("Deposit", "app", NOW)
 
 
-async def test_an_event_of_which_nothing_is_owed_is_delivered_all_the_same(store: Store) -> None:
+async def test_an_event_without_owed_rows_is_delivered(store: Store) -> None:
     await store.deposit("a")
     event_id = await store.look.value("SELECT id FROM {events} WHERE event_type IS NOT NULL")
     async with store.database.session() as session:

@@ -1,47 +1,47 @@
-"""The tests and statements of the systems that outboxio follows, as rules, on every database.
+"""Tests of the systems that outboxio follows, as rules, on every database.
 
-Their scenarios by number, in the order of their own test files, and where they are rules:
+Their scenarios by number, in the order of their test files, and the tests that cover them:
 
 txob (its unit tests, T1 to T25)
 
 =====  ============================================  ======================================================
-T1     a processor is made, and polls                flow/test_running, unit/test_loop
-T3     no events, no transaction                     test_where_nothing_is_due_nothing_is_written
-T4     one page with rows in every state             test_of_a_mixture_of_states_only_what_is_due_is_run;
-                                                     locked, settled meanwhile: test_delivery;
-                                                     last attempt: test_dispatch (max_attempts_used_up)
-T5     success after an error keeps the history      test_dispatch (fails_twice_is_called_three_times)
-T6-9   unprocessable, alone and in every mixture     test_every_handler_of_an_event_ends_by_itself
-T10    a hook that throws                            test_dead_hooks (a_hook_that_fails_is_tried_again_alone)
-T11    the latest of several delays counts: not so   test_every_handler_of_an_event_waits_for_itself
+T1     a processor is created, and polls             flow/test_running, unit/test_loop
+T3     no events, no transaction                     test_nothing_is_written_where_nothing_is_due
+T4     one page with rows in every state             test_only_due_rows_run_in_a_mixture_of_states;
+                                                     locked, settled elsewhere: test_delivery;
+                                                     last attempt: test_dispatch (exhausting_max_attempts)
+T5     success after an error keeps the history      test_dispatch (fails_twice_succeeds)
+T6-9   unprocessable, alone and in every mixture     test_every_handler_of_an_event_has_its_own_outcome
+T10    a hook that throws                            test_dead_hooks (a_failed_hook_alone_is_retried)
+T11    the latest of several delays counts: not so   test_every_handler_of_an_event_has_its_own_delay
 T12    a delay longer than the backoff               the same
 T13    a shorter one does not count: it does here    the same
-T14-15 backoff doubles, up to a cap                  test_dispatch (waits_double)
+T14-15 backoff doubles, up to a cap                  test_dispatch (backoff_doubles)
 T16-19 stopping: signal, timeout, when it is done    flow/test_running, test_settling;
-                                                     test_a_run_that_leaving_waited_for_is_repeated_by_nobody
+                                                     test_a_run_that_leaving_waited_for_is_not_repeated
 T20    started twice                                 flow/test_running (may_be_nested, may_be_entered_again)
-T21    a failing handler does not end the processor  test_dispatch (dies_of_whatever)
+T21    a failing handler does not end the processor  test_dispatch (any_exception_fails)
 T22    polling                                       unit/test_loop
 wakeup a signal wakes; a lost connection             flow/test_two_processes, flow/test_connections
 =====  ============================================  ======================================================
 
-Without meaning here: T2 (types, which mypy and pyright judge), T23 to T25 (telemetry, which there is none of yet),
+Not applicable: T2 (types, which mypy and pyright check), T23 to T25 (telemetry),
 the statements that its PostgreSQL and MongoDB clients send to a mock, its trigger, and a stop that was not started.
 
 Andy's template (its integration tests, A1 to A16)
 
 =====  ============================================  ======================================================
-A1     only matching handlers, and their marks       test_only_who_wants_a_message_runs_and_is_marked
+A1     only matching handlers, and their marks       test_only_subscribed_handlers_run_and_are_marked
 A2     handlers of a base class and of a subclass    test_a_message_reaches_the_handlers_of_its_class_and_above
-A3     the order of priority                         test_consume (in_the_order_of_priority)
-A4-5   marks of failing and of idempotent handlers   test_who_has_failed_is_not_marked. Who has succeeded always is,
+A3     the order of priority                         test_consume (in_priority_order)
+A4-5   marks of failing and of idempotent handlers   test_a_failed_handler_is_not_marked. Successful ones always are,
                                                      so that an idempotent handler is not run again either
-A6     a failing handler stops no other              test_consume (a_failure_keeps_nobody_else)
+A6     a failing handler stops no other              test_consume (a_failure_lets_others_run)
 A7-8   delivered twice                               test_consume (a_redelivery_runs_nothing)
-A9     a handler raises events                       test_consume (what_a_plain_handler_emits)
-A10-12 publishing: counts its tries, stays at the    test_a_relay_is_tried_as_often_as_its_policy_says
+A9     a handler raises events                       test_consume (events_of_a_plain_handler)
+A10-12 publishing: counts attempts, stays at the     test_a_relay_has_the_attempts_of_its_policy
        last one, recovers
-A13    housekeeping by age                           test_operating (kept_for_a_while, remembers_longer); by state too
+A13    housekeeping by age                           test_operating (kept_for_a_while, remembers_ids); by state too
 A14-15 an external event makes a record, and a       test_a_message_makes_a_record_and_an_event_together
        follow-up event
 A16    the shape of event classes, and their JSON    unit/test_event, test_values
@@ -51,20 +51,20 @@ VibeTDD's inbox (what its description implies, V1 to V9)
 
 =====  ============================================  ======================================================
 V1     stored and acknowledged, without processing   test_receiving_runs_nothing
-V2     pages of 20, until nothing is left            test_a_backlog_of_many_pages_is_worked_off_in_one_go
+V2     pages of 20, until nothing is left            test_a_backlog_of_many_pages_is_processed_at_once
 V3-5   SENT, PENDING again, FAILED                   test_dispatch (states, errors, max_attempts)
-V5     a long outage uses up no attempts             test_after_an_outage_attempts_are_as_far_apart_as_ever
+V5     a long outage uses up no attempts             test_attempts_keep_their_distance_after_an_outage
 V6     by topic and by type                          test_fanout (topics)
-V7     one node runs a topic                         flow/test_two_processes, test_settling (two_instances_at_once)
-V8     one failure does not stop its page            test_a_backlog_of_many_pages_is_worked_off_in_one_go
-V9     the event arrives as it was stored            test_what_was_received_arrives_unchanged
+V7     one node runs a topic                         flow/test_two_processes, test_settling (two_concurrent_instances)
+V8     one failure does not stop its page            test_a_backlog_of_many_pages_is_processed_at_once
+V9     the event arrives as it was stored            test_a_received_message_arrives_unchanged
 =====  ============================================  ======================================================
 
-Without meaning here: a topic without a handler counts as sent there; here it waits (test_fanout).
+Not applicable: a topic without a handler counts as sent there; here it waits (test_fanout).
 
-Across all of them: every kind of delivery, with errors, redeliveries and a rename (test_effects_are_as_many_as_...),
-with crashes (flow/test_crashes, flow/test_at_scale), and with two that believe to hold the lock (flow/test_at_scale,
-test_whoever_lost_its_lock_begins_nothing_that_may_run_only_once).
+Across all of them: every kind of delivery, with errors, redeliveries and a rename (test_the_number_of_effects_...),
+with crashes (flow/test_crashes, flow/test_at_scale), and with two processes that both assume the lock
+(flow/test_at_scale, test_an_at_most_once_run_never_starts_without_the_lock).
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ async def by_handler(outbox: Outbox, what: str) -> dict[str, Any]:
 
 
 async def marked(look: Look) -> list[str]:
-    """The handlers that are marked as done with a message."""
+    """The handlers that are marked as finished with a message."""
     rows = await look.fetch("SELECT handler_name FROM {consumed_events} ORDER BY handler_name")
     return [row["handler_name"].rpartition("/")[2] for row in rows]
 
@@ -130,7 +130,7 @@ async def marked(look: Look) -> list[str]:
 # --- txob ----------------------------------------------------------------------------------------
 
 
-async def test_where_nothing_is_due_nothing_is_written(outbox: Outbox) -> None:
+async def test_nothing_is_written_where_nothing_is_due(outbox: Outbox) -> None:
     journal = Journal()
     outbox.handler(MoneyDeposited, name="first")(journal)
     notifications = watch(outbox, "notifications")
@@ -140,7 +140,7 @@ async def test_where_nothing_is_due_nothing_is_written(outbox: Outbox) -> None:
     assert (notifications.count("settle", "settle_emitting"), len(journal)) == (0, 0)
 
 
-async def test_of_a_mixture_of_states_only_what_is_due_is_run(outbox: Outbox, clock: MovableClock, look: Look) -> None:
+async def test_only_due_rows_run_in_a_mixture_of_states(outbox: Outbox, clock: MovableClock, look: Look) -> None:
     ends = {2: Unprocessable("never"), 3: RetryAfter("2h"), 4: RetryAfter("1m"), 5: RetryAfter("1m")}
     journal = Journal(lambda envelope: ends.get(int(envelope.event.amount)) if envelope.attempt == 1 else None)
     outbox.handler(MoneyDeposited, name="first")(journal)
@@ -175,11 +175,11 @@ ENDS: dict[str, tuple[Callable[[], BaseException | None], str]] = {
     ],
     ids=" ".join,
 )
-async def test_every_handler_of_an_event_ends_by_itself(outbox: Outbox, ends: tuple[str, ...]) -> None:
-    told: list[str] = []
+async def test_every_handler_of_an_event_has_its_own_outcome(outbox: Outbox, ends: tuple[str, ...]) -> None:
+    hook_calls: list[str] = []
 
     async def on_dead(envelope: AnyEnvelope, error: HandlerFailed) -> None:
-        told.append(envelope.cause.handler_name)
+        hook_calls.append(envelope.cause.handler_name)
 
     expected = {}
     for number, end in enumerate(ends):
@@ -191,11 +191,11 @@ async def test_every_handler_of_an_event_ends_by_itself(outbox: Outbox, ends: tu
         await outbox.drain()
 
     assert await by_handler(outbox, "state") == expected
-    assert sorted(told) == sorted(name for name, state in expected.items() if state == "DEAD")
+    assert sorted(hook_calls) == sorted(name for name, state in expected.items() if state == "DEAD")
     assert set((await by_handler(outbox, "attempts")).values()) == {1}
 
 
-async def test_every_handler_of_an_event_waits_for_itself(outbox: Outbox, clock: MovableClock) -> None:
+async def test_every_handler_of_an_event_has_its_own_delay(outbox: Outbox, clock: MovableClock) -> None:
     waits: dict[str, BaseException] = {
         "sooner": RetryAfter("1s"),
         "later": RetryAfter("1h"),
@@ -207,13 +207,13 @@ async def test_every_handler_of_an_event_waits_for_itself(outbox: Outbox, clock:
     await outbox.executor.execute(Emit((1,)))
     await outbox.drain()
 
-    due = {name: moment - clock.now() for name, moment in (await by_handler(outbox, "next_retry_at")).items()}
+    due = {name: date - clock.now() for name, date in (await by_handler(outbox, "next_retry_at")).items()}
     assert due == {
         "sooner": timedelta(seconds=1), "later": timedelta(hours=1), "by-policy": timedelta(minutes=1)
     }  # fmt: skip
 
 
-async def test_a_run_that_leaving_waited_for_is_repeated_by_nobody(make_outbox: MakeOutbox, look: Look) -> None:
+async def test_a_run_that_leaving_waited_for_is_not_repeated(make_outbox: MakeOutbox, look: Look) -> None:
     leaving, other = await make_outbox(), await make_outbox()
     gate, journal = Gate(), Journal()
     leaving.handler(MoneyDeposited, name="first")(gate)
@@ -232,7 +232,7 @@ async def test_a_run_that_leaving_waited_for_is_repeated_by_nobody(make_outbox: 
 # --- Andy's template -----------------------------------------------------------------------------
 
 
-async def test_only_who_wants_a_message_runs_and_is_marked(outbox: Outbox, look: Look) -> None:
+async def test_only_subscribed_handlers_run_and_are_marked(outbox: Outbox, look: Look) -> None:
     wants, other, elsewhere = Journal(), Journal(), Journal()
     outbox.handler(UserSuspended, name="wants")(wants)
     outbox.handler(UserChecked, name="other")(other)
@@ -257,7 +257,7 @@ async def test_a_message_reaches_the_handlers_of_its_class_and_above(outbox: Out
 
 
 @pytest.mark.parametrize("delivery", ["at_least_once", "transactional"])
-async def test_who_has_failed_is_not_marked(outbox: Outbox, look: Look, delivery: str) -> None:
+async def test_a_failed_handler_is_not_marked(outbox: Outbox, look: Look, delivery: str) -> None:
     outbox.handler(UserSuspended, name="fails", delivery=delivery)(Journal(lambda envelope: ValueError("no")))
     outbox.handler(UserSuspended, name="succeeds", delivery=delivery)(Journal())
 
@@ -268,7 +268,7 @@ async def test_who_has_failed_is_not_marked(outbox: Outbox, look: Look, delivery
 
 
 @pytest.mark.parametrize("comes_back", [2, None], ids=["recovers", "stays down"])
-async def test_a_relay_is_tried_as_often_as_its_policy_says(
+async def test_a_relay_has_the_attempts_of_its_policy(
     outbox: Outbox, clock: MovableClock, comes_back: int | None
 ) -> None:
     published: list[Any] = []
@@ -329,7 +329,7 @@ async def test_receiving_runs_nothing(make_outbox: MakeOutbox, look: Look) -> No
     assert (len(journal), len(await look.events()), await look.notifications()) == (0, 1, [])
 
 
-async def test_a_backlog_of_many_pages_is_worked_off_in_one_go(make_outbox: MakeOutbox, look: Look) -> None:
+async def test_a_backlog_of_many_pages_is_processed_at_once(make_outbox: MakeOutbox, look: Look) -> None:
     outbox = await make_outbox(settings=Settings(fanout_batch_size=20, handling_batch_size=20))
     journal = Journal(lambda envelope: ValueError("no") if envelope.event.user_id == 33 else None)
     outbox.handler(UserSuspended, name="first")(journal)
@@ -341,7 +341,7 @@ async def test_a_backlog_of_many_pages_is_worked_off_in_one_go(make_outbox: Make
     assert (drained.succeeded, drained.failed, len(journal)) == (109, 1, 110)
 
 
-async def test_after_an_outage_attempts_are_as_far_apart_as_ever(outbox: Outbox, clock: MovableClock) -> None:
+async def test_attempts_keep_their_distance_after_an_outage(outbox: Outbox, clock: MovableClock) -> None:
     journal = Journal(lambda envelope: ConnectionError("still down"))
     outbox.handler(UserSuspended, name="first", retry=RetryPolicy(max_attempts=16, base="2s", jitter=0))(journal)
     await outbox.inbox.receive(**suspended())
@@ -358,7 +358,7 @@ async def test_after_an_outage_attempts_are_as_far_apart_as_ever(outbox: Outbox,
     assert record.next_retry_at == clock.now() + timedelta(seconds=8)
 
 
-async def test_what_was_received_arrives_unchanged(outbox: Outbox) -> None:
+async def test_a_received_message_arrives_unchanged(outbox: Outbox) -> None:
     payload = {
         "z": None,
         "a": [1, 2.5, -0.25, 2**53 + 1, True, {"deep": []}],
@@ -380,10 +380,10 @@ async def test_what_was_received_arrives_unchanged(outbox: Outbox) -> None:
 
 @pytest.mark.parametrize("entry", ["receive", "consume"])
 @pytest.mark.parametrize("delivery", ["at_least_once", "transactional", "at_most_once"])
-async def test_effects_are_as_many_as_the_kind_of_delivery_says(
+async def test_the_number_of_effects_matches_the_delivery_mode(
     make_outbox: MakeOutbox, clock: MovableClock, look: Look, delivery: str, entry: str
 ) -> None:
-    """Every third run fails after its effect, all messages come again, and the handler is renamed meanwhile."""
+    """Every third run fails after its effect, all messages are redelivered, and the handler is renamed in between."""
     messages = range(12)
     await look.fetch(WALLETS)
     elsewhere = Counter[int]()
@@ -421,22 +421,22 @@ async def test_effects_are_as_many_as_the_kind_of_delivery_says(
     assert len(dead) == (4 if delivery == "at_most_once" else 0)
 
 
-async def test_whoever_lost_its_lock_begins_nothing_that_may_run_only_once(make_outbox: MakeOutbox, look: Look) -> None:
+async def test_an_at_most_once_run_never_starts_without_the_lock(make_outbox: MakeOutbox, look: Look) -> None:
     outbox = await make_outbox(settings=Settings(handling_poll_delay="50ms"))
     gate = Gate()
     outbox.handler(MoneyDeposited, name="calls", delivery="at_most_once", concurrency=1)(gate)
     async with outbox.running():
         await outbox.executor.execute(Emit((1, 2)))
         await gate.calls(1)
-        # What another process does when it takes the lock of this one, which does not know it yet.
+        # Another process takes the lock, and this process has not noticed yet.
         lease = LockName("app", "dispatch", "calls").lease
         await look.fetch("UPDATE {leases} SET term = term + 1 WHERE name = $1", lease)
         gate.open()
         await eventually(lambda: counters(outbox).refused >= 2)
         await eventually(lambda: _has_ended(look))
 
-    # The outcome of the first run was refused: it is written under the new term, and the handler is not begun again.
-    # The second run could not even begin under the old term.
+    # The outcome of the first run was refused: it is written under the new term, and the handler is not called again.
+    # The second run could not start under the old term.
     assert gate.amounts == [1, 2]
     assert [row["state"] for row in await look.notifications()] == ["SUCCEEDED", "SUCCEEDED"]
 

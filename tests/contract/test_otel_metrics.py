@@ -1,4 +1,4 @@
-"""Metrics by OpenTelemetry, as a real SDK collects them. The same on each database, so in memory."""
+"""OpenTelemetry metrics, as a real SDK collects them. The same on each database, so the tests run in memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from outboxio.statistics.figures import DURATIONS
 from outboxio.statistics.handlers import HandlerStatistics
 from outboxio.statistics.metrics import FIGURES, METRICS
 from tests.kit.app import Emit, MoneyDeposited
-from tests.kit.jobs import figures_tell_jobs, ran
+from tests.kit.jobs import metrics_include_jobs, ran
 
 Attributes = tuple[tuple[str, Any], ...]
 PLACE = {"outboxio.namespace": "shop", "outboxio.shard": "default"}
@@ -107,7 +107,7 @@ async def test_counters_and_histograms_agree_with_the_statistics(provider: Any, 
     assert counts == {"send": 1, "settle": statistics.settles.number}
 
 
-async def test_types_of_senders_share_an_attribute_value(provider: Any, reader: InMemoryMetricReader) -> None:
+async def test_types_from_senders_share_an_attribute_value(provider: Any, reader: InMemoryMetricReader) -> None:
     async with await worked(OpenTelemetry(meter_provider=provider)) as outbox:
         for number in range(3):
             await outbox.inbox.receive(source="s", external_id=str(number), type=f"from-outside-{number}", payload={})
@@ -118,7 +118,7 @@ async def test_types_of_senders_share_an_attribute_value(provider: Any, reader: 
     }  # fmt: skip
 
 
-async def test_a_batch_pays_for_one_duration_a_call(provider: Any, reader: InMemoryMetricReader) -> None:
+async def test_a_batch_records_one_duration_per_call(provider: Any, reader: InMemoryMetricReader) -> None:
     async with await worked(OpenTelemetry(meter_provider=provider)):
         durations = Collected(reader).points("messaging.process.duration")
     calls = [
@@ -140,7 +140,7 @@ async def test_every_metric_has_its_name_unit_and_description(provider: Any, rea
         await ran(outbox)
         await outbox.admin.run_job_now("close-day")
         await ran(outbox, succeeded=1)
-        await figures_tell_jobs(outbox)
+        await metrics_include_jobs(outbox)
         async with outbox.lock("k"):
             pass
         found = Collected(reader).metrics
@@ -151,7 +151,7 @@ async def test_every_metric_has_its_name_unit_and_description(provider: Any, rea
     assert {metric.name for metric in FIGURES} <= set(found)
 
 
-async def test_without_histograms_a_run_tells_opentelemetry_nothing(
+async def test_without_histograms_a_run_does_not_call_opentelemetry(
     provider: Any, reader: InMemoryMetricReader
 ) -> None:
     async with await worked(OpenTelemetry(meter_provider=provider, histograms=False)) as outbox:
@@ -167,7 +167,7 @@ async def test_without_metrics_nothing_is_exported_and_the_tables_are_not_read()
         assert type(outbox.statistics["default"].of("receipt")) is HandlerStatistics
 
 
-async def test_an_object_serves_several_outboxes(provider: Any, reader: InMemoryMetricReader) -> None:
+async def test_one_telemetry_object_serves_several_outboxes(provider: Any, reader: InMemoryMetricReader) -> None:
     telemetry = OpenTelemetry(meter_provider=provider)
     async with await worked(telemetry), Outbox("sqlite://", namespace="stock", telemetry=telemetry) as other:
         await other.migrate()

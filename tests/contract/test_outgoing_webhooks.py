@@ -1,4 +1,4 @@
-"""Outgoing webhooks: one delivery for each event and endpoint, signed, tried again, and no endpoint delays another."""
+"""Outgoing webhooks: one signed delivery per event and endpoint with retries; no endpoint delays another."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def orders(receiver: Receiver) -> list[int]:
     return [Webhook(SECRET).verify(one.body, one.headers)["data"]["order"] for one in receiver.requests]
 
 
-async def test_the_public_library_verifies_what_is_received(make_outbox: MakeOutbox, wallets_table: None) -> None:
+async def test_the_public_library_verifies_received_webhooks(make_outbox: MakeOutbox, wallets_table: None) -> None:
     async with receiving() as receiver:
         seen: list[tuple[Any, ...]] = []
 
@@ -75,7 +75,7 @@ async def test_the_public_library_verifies_what_is_received(make_outbox: MakeOut
 
 @pytest.mark.above_statements
 class TestDeliveries:
-    async def test_each_endpoint_has_attempts_of_its_own(self, make_outbox: MakeOutbox, look: Look) -> None:
+    async def test_each_endpoint_has_its_own_attempts(self, make_outbox: MakeOutbox, look: Look) -> None:
         async with receiving() as good, receiving() as bad:
             bad.answer = answer(500, "out of order" * 100)
             outbox = await hooks(
@@ -156,7 +156,7 @@ class TestDeliveries:
 
             (row,) = await deliveries(look)
             assert row["state"] == "DEAD"
-            assert "does not return endpoint 'gone'" in row["errors"]
+            assert "no longer returns endpoint 'gone'" in row["errors"]
             assert receiver.connections == 0
             assert [row["event_type"] for row in await look.events()] == ["OrderShipped", "outboxio.WebhookDelivery"]
 
@@ -187,7 +187,7 @@ class TestFailures:
             await outbox.close()
 
     @pytest.mark.parametrize("takes_a_later_event", [True, False])
-    async def test_failures_to_the_last_attempt_disable_unless_a_later_event_passed(
+    async def test_only_uninterrupted_failures_disable_an_endpoint(
         self, make_outbox: MakeOutbox, look: Look, clock: MovableClock, takes_a_later_event: bool
     ) -> None:
         async with receiving() as receiver:
@@ -226,7 +226,7 @@ class TestFailures:
             assert record.attempts == 1
             await outbox.close()
 
-    async def test_a_redirect_is_a_failure_and_not_followed(self, make_outbox: MakeOutbox, look: Look) -> None:
+    async def test_a_redirect_is_a_failure_and_is_not_followed(self, make_outbox: MakeOutbox, look: Look) -> None:
         async with receiving() as receiver, receiving() as elsewhere:
             receiver.answer = answer(307, Location=elsewhere.url)
             outbox = await hooks(make_outbox, [Endpoint(receiver.url, [SECRET])])
@@ -246,9 +246,7 @@ class TestFailures:
             assert await look.states() == {"SUCCEEDED": 2}
             await eventually(lambda: receiver.open == 0)
 
-    async def test_an_endpoint_that_never_answers_holds_four_requests(
-        self, make_outbox: MakeOutbox, look: Look
-    ) -> None:
+    async def test_an_unresponsive_endpoint_occupies_four_requests(self, make_outbox: MakeOutbox, look: Look) -> None:
         async with receiving() as good, receiving() as silent:
             silent.answer = None
             found = [Endpoint(silent.url, [SECRET], "silent"), Endpoint(good.url, [SECRET], "good")]
@@ -260,11 +258,11 @@ class TestFailures:
                 waiting = [row for row in await deliveries(look) if row["state"] == "FAILED"]
                 assert {row["attempts"] for row in waiting} == {0}
 
-    async def test_bad_endpoints_keep_no_event_from_the_others(self, database_url: str) -> None:
+    async def test_bad_endpoints_delay_no_event_of_others(self, database_url: str) -> None:
         found = await latencies(database_url, 200, 1000.0, endpoints=20, dead=2, slow=2, watched=16)
         assert len(found) == 160
 
-    async def test_a_failing_endpoint_is_asked_by_one_delivery(
+    async def test_a_failing_endpoint_gets_one_probing_delivery(
         self, make_outbox: MakeOutbox, look: Look, clock: MovableClock
     ) -> None:
         async with receiving() as receiver:
@@ -308,7 +306,7 @@ class TestDisabling:
             assert await self._disabled(look) == 0
             await outbox.close()
 
-    async def test_errors_of_the_lookup_disable_no_endpoint(
+    async def test_lookup_errors_disable_no_endpoint(
         self, make_outbox: MakeOutbox, look: Look, clock: MovableClock
     ) -> None:
         found = [[Endpoint("https://a.example", [SECRET])]]
@@ -345,7 +343,7 @@ class TestDisabling:
             await outbox.close()
 
 
-async def test_endpoints_with_the_same_url_are_one_with_all_secrets(make_outbox: MakeOutbox) -> None:
+async def test_endpoints_with_the_same_url_are_merged_with_all_secrets(make_outbox: MakeOutbox) -> None:
     async with receiving() as receiver:
         found = [Endpoint(receiver.url, [SECRET]), Endpoint(receiver.url, iter([OTHER_SECRET, SECRET]))]  # type: ignore[arg-type]
         outbox = await hooks(make_outbox, found)
@@ -363,22 +361,22 @@ def test_two_urls_with_the_same_id_are_refused() -> None:
         Webhooks(name="hooks", types=[OrderShipped], endpoints=found)
 
 
-@pytest.mark.parametrize(("option", "value", "told"), [
-    ("endpoints", "https://a.example", "expected Endpoint objects"), ("allow", "10.0.0.0/8", "is one string"),
+@pytest.mark.parametrize(("option", "value", "message"), [
+    ("endpoints", "https://a.example", "expected Endpoint objects"), ("allow", "10.0.0.0/8", "is a string"),
     ("allow", ["http://a"], "expected networks"), ("time_out", 3, "did you mean 'timeout'"),
     ("timeout", "soon", "timeout"),
 ])  # fmt: skip
-def test_options_without_a_meaning_are_refused(option: str, value: Any, told: str) -> None:
+def test_meaningless_options_are_refused(option: str, value: Any, message: str) -> None:
     options: Any = {"endpoints": [], option: value}
-    with pytest.raises(ConfigurationError, match=told):
+    with pytest.raises(ConfigurationError, match=message):
         Webhooks(name="hooks", types=[OrderShipped], **options)
 
 
-@pytest.mark.parametrize(("secrets", "id", "told"), [
+@pytest.mark.parametrize(("secrets", "id", "message"), [
     (SECRET, None, "a list"), ([], None, "at least one"), (["whsec_%"], None, "base64"), ([SECRET], 7, "id"),
 ])  # fmt: skip
-def test_an_endpoint_names_what_is_wrong_without_its_secrets(secrets: Any, id: Any, told: str) -> None:
-    with pytest.raises(ConfigurationError, match=told) as raised:
+def test_an_invalid_endpoint_is_named_without_its_secrets(secrets: Any, id: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message) as raised:
         Endpoint("https://a.example/t0ken", secrets, id)
     assert SECRET not in str(raised.value)
     for url in ("https://a.example/t0ken", "https://a.example?t0ken", "https://me:t0ken@a.example/"):

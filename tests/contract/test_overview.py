@@ -1,4 +1,4 @@
-"""The verdict of ``admin.overview()``: a fault in a real database provokes each rule, and its end clears the rule."""
+"""The findings of ``admin.overview()``: a fault in a real database triggers each rule, and its end clears the rule."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ import pytest
 from outboxio import Event, EventEnvelope, Outbox, RetryPolicy, Settings, Unavailable, Unprocessable
 from outboxio.dashboard import Dashboard, allow_all
 from outboxio.health import collector
-from outboxio.health import overview as questions
+from outboxio.health import overview as overview_module
 from outboxio.health.reasons import Reason
 from outboxio.health.rules import RULE_NAMES
 from outboxio.model.lock_name import LockName
-from outboxio.storage.connections.pool import LARGEST_POOL
+from outboxio.storage.connections.pool import MAX_POOL_SIZE
 from outboxio.storage.protocols import HandlerMinute, InstanceReport
 from outboxio.support.clock import utc_now
 from outboxio.testing import MovableClock
-from tests.contract import test_job_verdicts
+from tests.contract import test_job_findings
 from tests.kit.app import Emit, Journal, Look, MoneyDeposited, WalletOpened, eventually, opened
 from tests.kit.dashboards import browser
 from tests.kit.inside import clock_of, database_of, fresh_overview, owner_of, run_of
@@ -45,8 +45,8 @@ WELL: list[str] = []
 NOTHING_WAITS = {reason.value: 0 for reason in Reason}
 
 
-async def told(outbox: Outbox) -> list[str]:
-    """The rules that find a fault now."""
+async def found_rules(outbox: Outbox) -> list[str]:
+    """The rules that currently find a fault."""
     overview = await fresh_overview(outbox)
     found = [finding.rule for finding in overview.findings]
     assert overview.verdict == [finding.text for finding in overview.findings] or overview.level == "ok"
@@ -55,7 +55,7 @@ async def told(outbox: Outbox) -> list[str]:
 
 
 async def sentence(outbox: Outbox, rule: str) -> str:
-    """The sentence of the only finding, which a rule has made. The dashboard shows the sentence, too."""
+    """The text of the only finding of a rule, which the dashboard shows too."""
     [finding] = (await fresh_overview(outbox)).findings
     assert finding.rule == rule
     assert finding.fix
@@ -93,10 +93,10 @@ def succeeds(outbox: Outbox, name: str = "mail", **options: Any) -> Journal:
     return journal
 
 
-# --- the whole -----------------------------------------------------------------------------------
+# --- the status ----------------------------------------------------------------------------------
 
 
-async def test_a_running_outbox_is_well_and_its_figures_are_read(make_outbox: MakeOutbox) -> None:
+async def test_a_running_outbox_is_healthy_and_its_figures_are_read(make_outbox: MakeOutbox) -> None:
     outbox = await make_outbox()
     succeeds(outbox, aliases={"post"})
     assert (await fresh_overview(outbox)).verdict == [
@@ -140,11 +140,11 @@ async def test_an_overview_is_read_once_a_second_for_all_callers(
     first, *others = await asyncio.gather(*(outbox.admin.overview() for _ in range(10)))
     assert all(one is first for one in others)
     assert await outbox.admin.by("ada").overview() is first
-    monkeypatch.setattr(questions, "FRESH", 0.0)
+    monkeypatch.setattr(overview_module, "FRESH", 0.0)
     assert await outbox.admin.overview() is not first
 
 
-async def test_an_overview_after_an_order_knows_the_order(outbox: Outbox) -> None:
+async def test_an_overview_after_an_operation_includes_it(outbox: Outbox) -> None:
     """A page that says "paused" beside a button to pause would be wrong."""
     outbox.handler(WalletOpened, name="mail")(Journal())
     async with outbox.running():
@@ -165,7 +165,7 @@ async def is_announced(outbox: Outbox, name: str) -> bool:
 
 
 async def test_every_rule_has_a_test_here() -> None:
-    tests = {name for name in (*globals(), *vars(test_job_verdicts)) if name.startswith("test_rule_")}
+    tests = {name for name in (*globals(), *vars(test_job_findings)) if name.startswith("test_rule_")}
     assert {f"test_rule_{name}" for name in RULE_NAMES} == tests
 
 
@@ -174,7 +174,7 @@ async def test_every_rule_has_a_test_here() -> None:
 
 async def test_rule_shard_unreachable(server_url: str) -> None:
     async with proxy_to(server_url) as proxy, opened(Outbox(proxy.url, namespace="app")) as outbox:
-        assert await told(outbox) == WELL
+        assert await found_rules(outbox) == WELL
         await proxy.stop()
         overview = await fresh_overview(outbox)
         assert (overview.level, [one.rule for one in overview.findings]) == ("down", ["shard_unreachable"])
@@ -185,16 +185,16 @@ async def test_rule_shard_unreachable(server_url: str) -> None:
 
 
 async def _is_well(outbox: Outbox) -> bool:
-    return await told(outbox) == WELL
+    return await found_rules(outbox) == WELL
 
 
 @pytest.mark.with_tables(False)
 async def test_rule_schema_behind(database_url: str, look: Look) -> None:
     async with Outbox(database_url, namespace="app") as outbox:
-        said = await sentence(outbox, "schema_behind")
-        assert said.startswith("The tables of shard `default` do not fit this version of outboxio: ")
+        shown = await sentence(outbox, "schema_behind")
+        assert shown.startswith("The tables of shard `default` do not match this version of outboxio: ")
         await outbox.migrate()
-        assert await told(outbox) == WELL
+        assert await found_rules(outbox) == WELL
         await look.fetch("DROP TABLE {operations}")
         assert "operations" in await sentence(outbox, "schema_behind")
         await look.fetch("DELETE FROM {schema_versions} WHERE version = 7")
@@ -204,14 +204,14 @@ async def test_rule_no_instance(outbox: Outbox, clock: MovableClock) -> None:
     succeeds(outbox)
     async with outbox.running():
         await eventually(lambda: _reports(outbox))
-        assert await told(outbox) == WELL
-    said = await sentence(outbox, "no_instance")
-    assert said == "No process works: events and notifications wait."
+        assert await found_rules(outbox) == WELL
+    shown = await sentence(outbox, "no_instance")
+    assert shown == "No process is running: events and notifications are waiting."
     assert (await fresh_overview(outbox)).level == "down"
     await report(outbox)
-    assert await told(outbox) == WELL
+    assert await found_rules(outbox) == WELL
     clock.advance("31s")
-    assert "and the last was seen 31 s ago" in await sentence(outbox, "no_instance")
+    assert "(last seen 31 s ago)" in await sentence(outbox, "no_instance")
 
 
 async def _reports(outbox: Outbox) -> bool:
@@ -225,14 +225,14 @@ async def test_rule_clock_off(make_outbox: MakeOutbox, monkeypatch: pytest.Monke
     await report(outbox, clock_offset=-5.25)
     assert await sentence(outbox, "clock_off") == "The clock of host-a is 5.2 s behind the clock of the database."
     await report(outbox, clock_offset=0.1)
-    assert await told(outbox) == WELL
+    assert await found_rules(outbox) == WELL
     with monkeypatch.context() as patched:
         patched.setattr(collector, "utc_now", lambda: utc_now() + timedelta(seconds=7))
         assert (
             await sentence(outbox, "clock_off")
             == "The clock of this machine is 7.0 s ahead of the clock of the database."
         )
-    assert await told(outbox) == WELL
+    assert await found_rules(outbox) == WELL
 
 
 # --- locks and backlogs --------------------------------------------------------------------------
@@ -240,10 +240,10 @@ async def test_rule_clock_off(make_outbox: MakeOutbox, monkeypatch: pytest.Monke
 
 async def test_rule_lock_without_holder(outbox: Outbox, clock: MovableClock) -> None:
     succeeds(outbox)
-    await outbox.drain()  # gives the locks back
+    await outbox.drain()  # releases the locks
     await outbox.executor.execute(Emit((1, 2)))
     await report(outbox)
-    assert await told(outbox) == WELL
+    assert await found_rules(outbox) == WELL
     clock.advance("31s")
     await report(outbox)
     assert await sentence(outbox, "lock_without_holder") == "No process holds fan-out: 2 events wait."
@@ -256,7 +256,7 @@ async def test_rule_lock_without_holder(outbox: Outbox, clock: MovableClock) -> 
     async with outbox.running():
         await outbox.drain()
         await report(outbox)
-        assert await told(outbox) == WELL
+        assert await found_rules(outbox) == WELL
 
 
 async def test_rule_fanout_behind(outbox: Outbox, clock: MovableClock, look: Look) -> None:
@@ -267,15 +267,15 @@ async def test_rule_fanout_behind(outbox: Outbox, clock: MovableClock, look: Loo
     await holds(look, LockName("app", "fanout"), worker.instance)
     clock.advance("31s")
     await report(outbox)
-    said = await sentence(outbox, "fanout_behind")
-    assert said == "Fan-out is behind: the oldest event has waited for 31 s, 1 wait."
+    shown = await sentence(outbox, "fanout_behind")
+    assert shown == "Fan-out is behind: the oldest event has been waiting for 31 s, 1 waiting."
     async with outbox.running():
         await eventually(lambda: outbox.admin.list("SUCCEEDED"))
-        assert await told(outbox) == WELL
+        assert await found_rules(outbox) == WELL
 
 
 async def holds(look: Look, name: LockName, owner: str) -> None:
-    """Write a lease as a process that holds the lock has it."""
+    """Write the lease that a process holding the lock has."""
     await look.fetch(f"UPDATE {{leases}} SET owner = '{owner}', term = released_term + 1 WHERE name = '{name.lease}'")
 
 
@@ -295,15 +295,15 @@ async def test_rule_handler_behind(make_outbox: MakeOutbox, clock: MovableClock,
         clock.advance("89s")
         await report(outbox, owner_of(outbox), handlers={"mail": {"alert_age": 90}, "report": {"alert_age": 93600}})
         for one in (outbox, tool):
-            assert await told(one) == WELL
+            assert await found_rules(one) == WELL
         clock.advance("2s")
         await report(outbox, owner_of(outbox), handlers={"mail": {"alert_age": 90}, "report": {"alert_age": 93600}})
-        for one in (outbox, tool):  # the tool knows the option by the report
+        for one in (outbox, tool):  # the tool reads the option from the report
             assert await sentence(one, "handler_behind") == "`mail` is behind: oldest due 91 s, 3 waiting."
         gate.set()
         await outbox.drain()
         await report(outbox, owner_of(outbox))
-        assert await told(outbox) == WELL
+        assert await found_rules(outbox) == WELL
 
 
 async def test_rule_pool_exhausted(server_url: str, clock: MovableClock) -> None:
@@ -316,20 +316,20 @@ async def test_rule_pool_exhausted(server_url: str, clock: MovableClock) -> None
 
         succeeds(outbox, delivery="transactional")
         async with outbox.running(), asyncio.TaskGroup() as requests:
-            for _ in range(LARGEST_POOL):
+            for _ in range(MAX_POOL_SIZE):
                 requests.create_task(request())
-            await eventually(lambda: database_of(outbox).connections_in_use == LARGEST_POOL)
+            await eventually(lambda: database_of(outbox).connections_in_use == MAX_POOL_SIZE)
             await reported(outbox, clock)
-            assert await told(outbox) == WELL
+            assert await found_rules(outbox) == WELL
             await reported(outbox, clock)
             assert await sentence(outbox, "pool_exhausted") == (
-                f"All {LARGEST_POOL} connections of the pool of process {owner_of(outbox)} have been in use for 61 s: "
-                "actions and transactional handlers wait for one."
+                f"All {MAX_POOL_SIZE} connections of the pool of process {owner_of(outbox)} have been in use for 61 s: "
+                "actions and transactional handlers are waiting for one."
             )
             free.set()
             await eventually(lambda: database_of(outbox).connections_in_use == 0)
             await reported(outbox, clock)
-            assert await told(outbox) == WELL
+            assert await found_rules(outbox) == WELL
 
 
 async def test_rule_handler_failing(outbox: Outbox, clock: MovableClock) -> None:
@@ -345,16 +345,16 @@ async def test_rule_handler_failing(outbox: Outbox, clock: MovableClock) -> None
     )  # fmt: skip
     # The drain has written the minute with its own run, which failed.
     await database_of(outbox).reports.write_minutes("app", "host-a:7:c0ffee", [minute])
-    said = await sentence(outbox, "handler_failing")
-    assert said == "`pdf` fails 92% of 12 runs of the last 5 minutes: ConnectionError: pdf:8080."
+    shown = await sentence(outbox, "handler_failing")
+    assert shown == "`pdf` failed 92% of 12 runs in the last 5 minutes: ConnectionError: pdf:8080."
     [handler] = await outbox.admin.handlers()
     assert (handler.runs, handler.fail_share, handler.per_minute) == (12, pytest.approx(11 / 12), pytest.approx(0.2))
     clock.advance("6m")
     await report(outbox)
-    assert "handler_failing" not in await told(outbox)
+    assert "handler_failing" not in await found_rules(outbox)
 
 
-# --- what needs a person -------------------------------------------------------------------------
+# --- what needs an operator ----------------------------------------------------------------------
 
 
 async def test_rule_new_dead(outbox: Outbox, clock: MovableClock) -> None:
@@ -363,11 +363,11 @@ async def test_rule_new_dead(outbox: Outbox, clock: MovableClock) -> None:
     await outbox.drain()
     clock.advance("4m")
     await report(outbox)
-    said = await sentence(outbox, "new_dead")
-    assert said == "3 notifications of `mail` ended DEAD or EXPIRED within the last hour, the last 4 min ago."
+    shown = await sentence(outbox, "new_dead")
+    assert shown == "3 notifications of `mail` ended DEAD or EXPIRED in the last hour, most recently 4 min ago."
     clock.advance("57m")
     await report(outbox)
-    assert await told(outbox) == WELL
+    assert await found_rules(outbox) == WELL
     assert (await fresh_overview(outbox)).handlers[0].dead == 3
 
 
@@ -381,8 +381,8 @@ async def test_rule_parked_keys(outbox: Outbox, clock: MovableClock) -> None:
     await outbox.drain()
     clock.advance("2h")
     await report(outbox)
-    said = await sentence(outbox, "parked_keys")
-    assert said == "2 keys of `ledger` are parked by a dead letter, and 3 notifications wait behind."
+    shown = await sentence(outbox, "parked_keys")
+    assert shown == "2 keys of `ledger` are parked by a dead letter, and 3 notifications wait behind."
     keys = await outbox.admin.keys()
     assert [(key.handler_name, key.ordering_key, key.blocked) for key in keys] == [
         ("ledger", "a", 1),
@@ -394,10 +394,10 @@ async def test_rule_parked_keys(outbox: Outbox, clock: MovableClock) -> None:
     await outbox.admin.skip([keys[1].notification_id])
     await outbox.drain()
     await report(outbox)
-    assert await told(outbox) == WELL
+    assert await found_rules(outbox) == WELL
 
 
-async def test_rule_handler_resting(outbox: Outbox, clock: MovableClock) -> None:
+async def test_rule_circuit_open(outbox: Outbox, clock: MovableClock) -> None:
     away, calls = True, 0
 
     @outbox.handler(MoneyDeposited, name="mail")
@@ -411,14 +411,14 @@ async def test_rule_handler_resting(outbox: Outbox, clock: MovableClock) -> None
         await outbox.executor.execute(Emit((1,)))
         await eventually(lambda: calls > 0)
         await reported(outbox, clock)
-        [said] = [one for one in (await fresh_overview(outbox)).findings if one.rule == "handler_resting"]
-        assert said.handler == "mail"
-        assert f"in process {owner_of(outbox)}: " in said.text
-        assert "the mail server is away" in said.text
+        [shown] = [one for one in (await fresh_overview(outbox)).findings if one.rule == "circuit_open"]
+        assert shown.handler == "mail"
+        assert f"in process {owner_of(outbox)}: " in shown.text
+        assert "the mail server is away" in shown.text
         away = False
         await eventually(lambda: outbox.statistics["default"].handlers["mail"].succeeded == 1)
         await reported(outbox, clock)
-        assert "handler_resting" not in await told(outbox)
+        assert "circuit_open" not in await found_rules(outbox)
 
 
 async def test_rule_stuck_runs(outbox: Outbox, clock: MovableClock) -> None:
@@ -437,27 +437,27 @@ async def test_rule_stuck_runs(outbox: Outbox, clock: MovableClock) -> None:
             await outbox.executor.execute(Emit((1,)))
             await eventually(lambda: counters(outbox).stuck == 1)
             await reported(outbox, clock)
-            said = [one.text for one in (await fresh_overview(outbox)).findings if one.rule == "stuck_runs"]
-            assert said == [f"1 run of `mail` is stuck in process {owner_of(outbox)}."]
+            shown = [one.text for one in (await fresh_overview(outbox)).findings if one.rule == "stuck_runs"]
+            assert shown == [f"1 run of `mail` is stuck in process {owner_of(outbox)}."]
             [[stuck]] = [one.stuck_runs for one in (await fresh_overview(outbox)).instances]
             assert (stuck.handler, "in wait" in stuck.at or "in stubborn" in stuck.at) == ("mail", True)
             free.set()
             await eventually(lambda: outbox.statistics["default"].handlers["mail"].stuck == 0)
             await reported(outbox, clock)
-            assert "stuck_runs" not in await told(outbox)
+            assert "stuck_runs" not in await found_rules(outbox)
     finally:
         free.set()
 
 
 async def reported(outbox: Outbox, clock: MovableClock) -> None:
-    """Have the process in ``running()`` write its next report now."""
+    """Make the process in ``running()`` write its next report now."""
     clock.advance("61s")
     run_of(outbox).loops.reports.wake()
     await eventually(lambda: _has_reported(outbox, clock.now()))
 
 
-async def _has_reported(outbox: Outbox, moment: datetime) -> bool:
-    reports = await database_of(outbox).reports.reports("app", moment)
+async def _has_reported(outbox: Outbox, seen_at: datetime) -> bool:
+    reports = await database_of(outbox).reports.reports("app", seen_at)
     return any(one.instance == owner_of(outbox) for one in reports)
 
 
@@ -470,13 +470,13 @@ async def test_rule_unroutable(make_outbox: MakeOutbox, clock: MovableClock) -> 
     succeeds(present, "new-name")
     await present.drain()
     await report(present)
-    said = await sentence(present, "unroutable")
-    assert said == (
-        "2 notifications of `old-name` wait, and no process has such a handler: deploy it, or add "
+    shown = await sentence(present, "unroutable")
+    assert shown == (
+        "2 notifications of `old-name` wait, but no process has this handler: deploy it, or add "
         "`aliases={'old-name'}` to the handler with its new name."
     )
     await present.admin.skip([record.id for record in await present.admin.list("FAILED")])
-    assert await told(present) == WELL
+    assert await found_rules(present) == WELL
 
 
 class MadeFirst(Event, type_name="Made"):
@@ -488,7 +488,7 @@ class MadeSecond(Event, type_name="Made", version=2):
 
 
 @pytest.mark.parametrize("options", [{}, {"ordered": True}, {"delivery": "transactional"}, {"partitions": 2}], ids=str)
-async def test_events_of_a_version_that_no_process_has_are_a_finding(
+async def test_events_of_an_unavailable_version_are_a_finding(
     make_outbox: MakeOutbox, clock: MovableClock, options: dict[str, Any]
 ) -> None:
     web, worker = await make_outbox(clock=clock), await make_outbox(clock=clock)
@@ -500,10 +500,10 @@ async def test_events_of_a_version_that_no_process_has_are_a_finding(
         for number in range(5):
             tx.emit(MadeSecond(number), model_id=number)
     async with worker.running():
-        await eventually(lambda: _is_told(worker))
+        await eventually(lambda: _has_read_versions(worker))
 
-        said = await sentence(worker, "unroutable")
-        assert said.startswith("5 notifications of `mail` wait for version 2 of `Made`, and no process that runs")
+        shown = await sentence(worker, "unroutable")
+        assert shown.startswith("5 notifications of `mail` wait for version 2 of `Made`, but no process that runs")
         [status] = await worker.admin.handlers()
         assert (status.reasons, status.level, status.due) == ({"version": 5}, "degraded", 0)
         assert (await web.admin.overview()).figures.unroutable == 5
@@ -518,15 +518,15 @@ async def test_events_of_a_version_that_no_process_has_are_a_finding(
     newer.handler(MadeSecond, name="mail", **options)(journal)
     await newer.drain()
     assert (await newer.admin.handlers())[0].reasons == {}
-    assert await told(newer) == ["no_instance"]
+    assert await found_rules(newer) == ["no_instance"]
 
 
-async def _is_told(outbox: Outbox) -> bool:
-    return await told(outbox) == ["unroutable"] and (await outbox.admin.handlers())[0].reasons == {"version": 5}
+async def _has_read_versions(outbox: Outbox) -> bool:
+    return await found_rules(outbox) == ["unroutable"] and (await outbox.admin.handlers())[0].reasons == {"version": 5}
 
 
 async def test_rule_failing_long(make_outbox: MakeOutbox, clock: MovableClock) -> None:
-    """However few the failures are among the runs of the handler."""
+    """However small the share of failures among the handler's runs."""
     outbox = await make_outbox(clock=clock, settings=Settings(failing_alert_after="30m"))
     journal = Journal(lambda envelope: ValueError("no amount") if envelope.event.amount == 7 else None)
     outbox.handler(MoneyDeposited, name="mail", ordered=True, retry=RetryPolicy(base="10m", jitter=0))(journal)
@@ -537,24 +537,24 @@ async def test_rule_failing_long(make_outbox: MakeOutbox, clock: MovableClock) -
         await eventually(lambda: counters(outbox).failed == 1)
         for minutes, failures in ((10, 2), (20, 3)):
             await report(outbox)
-            assert await told(outbox) == WELL
+            assert await found_rules(outbox) == WELL
             clock.advance(f"{minutes}m")
             run_of(outbox).signals.find.set()
             await eventually(lambda failures=failures: counters(outbox).failed == failures)
         clock.advance("1s")
         await report(outbox)
         assert await sentence(outbox, "failing_long") == (
-            "1 notification of `mail` keeps failing, for 30 min: ValueError: no amount. Later notifications of key "
-            "`k1` wait until it succeeds, or is skipped."
+            "1 notification of `mail` has been failing for 30 min: ValueError: no amount. Later notifications of key "
+            "`k1` are blocked until it succeeds or is skipped."
         )
         assert await outbox.admin.waiting() == NOTHING_WAITS | {"retry": 1, "blocked": 2}
         [row] = await outbox.admin.list("FAILED")
         await outbox.admin.skip([row.id])
         await eventually(lambda: counters(outbox).succeeded == 2)
-        assert await told(outbox) == WELL
+        assert await found_rules(outbox) == WELL
 
 
-async def test_a_retry_by_hand_begins_the_time_of_failing_anew(make_outbox: MakeOutbox, clock: MovableClock) -> None:
+async def test_a_manual_retry_restarts_the_time_of_failing(make_outbox: MakeOutbox, clock: MovableClock) -> None:
     outbox = await make_outbox(clock=clock, settings=Settings(handling_max_backoff_cap="10h"))
     journal = Journal(lambda envelope: ValueError("no amount"))
     outbox.handler(MoneyDeposited, name="mail", retry=RetryPolicy(base="10h", jitter=0))(journal)
@@ -563,10 +563,10 @@ async def test_a_retry_by_hand_begins_the_time_of_failing_anew(make_outbox: Make
     await report(outbox)
     clock.advance("61m")
     await report(outbox)
-    assert await told(outbox) == ["failing_long"]
+    assert await found_rules(outbox) == ["failing_long"]
     await outbox.admin.retry([(await outbox.admin.list())[0].id])
     await outbox.drain()
-    assert await told(outbox) == WELL
+    assert await found_rules(outbox) == WELL
 
 
 async def test_rule_delayed_long(outbox: Outbox, clock: MovableClock) -> None:
@@ -576,13 +576,13 @@ async def test_rule_delayed_long(outbox: Outbox, clock: MovableClock) -> None:
             tx.emit(MoneyDeposited(uuid4(), Decimal(1)), available_at=datetime(year, 12, 1))
     await outbox.drain()
     await report(outbox)
-    said = await sentence(outbox, "delayed_long")
-    assert said == "1 notification of `mail` is delayed for more than a year: `outboxio retry ID` runs one now."
+    shown = await sentence(outbox, "delayed_long")
+    assert shown == "1 notification of `mail` is delayed for more than a year: `outboxio retry ID` runs one now."
     [late, soon] = await outbox.admin.list("PENDING")
     assert (await outbox.admin.inspect(late.id)).reason == "Delayed until 3000-12-01 00:00:00 UTC."
     await outbox.admin.retry([late.id])
     assert (await outbox.drain()).succeeded == 1
-    assert await told(outbox) == WELL
+    assert await found_rules(outbox) == WELL
     assert await outbox.admin.waiting() == NOTHING_WAITS | {"delayed": 1}
     assert (await outbox.admin.inspect(soon.id)).reason == "Delayed until 2030-12-01 00:00:00 UTC."
 
@@ -593,17 +593,17 @@ async def test_rule_event_without_handler(outbox: Outbox, clock: MovableClock) -
         tx.emit(WalletOpened(uuid4()))
     await outbox.drain()
     await report(outbox)
-    assert await told(outbox) == WELL
+    assert await found_rules(outbox) == WELL
     clock.advance("31s")
     await report(outbox)
-    said = await sentence(outbox, "event_without_handler")
-    assert said == "1 event type has no handler anywhere: `WalletOpened`. 1 event waits."
+    shown = await sentence(outbox, "event_without_handler")
+    assert shown == "1 event type has no handler anywhere: `WalletOpened`. 1 event waits."
     outbox.handler(WalletOpened, name="welcome")(Journal())
     await outbox.drain()
-    assert await told(outbox) == WELL
+    assert await found_rules(outbox) == WELL
 
 
-async def test_a_handler_since_now_ends_events_that_nobody_needs_without_a_run(
+async def test_a_handler_since_now_finishes_unneeded_events_without_a_run(
     make_outbox: MakeOutbox, clock: MovableClock, look: Look
 ) -> None:
     present, once = await make_outbox(clock=clock), await make_outbox(clock=clock)
@@ -614,7 +614,7 @@ async def test_a_handler_since_now_ends_events_that_nobody_needs_without_a_run(
     clock.advance("8d")
     await present.drain()
     await present.admin.purge()
-    assert len(await look.events()) == 2, "no retention ends an event that no handler has had"
+    assert len(await look.events()) == 2, "retention never removes an undelivered event"
     await report(present)
     assert "2 events wait" in await sentence(present, "event_without_handler")
 
@@ -629,7 +629,7 @@ async def test_a_handler_since_now_ends_events_that_nobody_needs_without_a_run(
         await once.admin.unsubscribe("forget-wallet-opened")
     await report(present)
     assert (runs, await look.states()) == ([], {"SKIPPED": 2})
-    assert await told(present) == WELL
+    assert await found_rules(present) == WELL
     clock.advance("8d")
     await present.admin.purge()
     assert await look.events() == []
@@ -641,15 +641,15 @@ async def test_rule_paused_long(outbox: Outbox, clock: MovableClock) -> None:
     await outbox.admin.pause("mail")
     clock.advance("23h")
     await report(outbox)
-    assert await told(outbox) == WELL
+    assert await found_rules(outbox) == WELL
     clock.advance("25h")
     await report(outbox)
     assert await sentence(outbox, "paused_long") == "`mail` has been paused for 2 days, 0 waiting."
     await outbox.admin.unpause("mail")
-    assert await told(outbox) == WELL
+    assert await found_rules(outbox) == WELL
 
 
-async def test_a_partition_without_a_holder_is_named(server_url: str, clock: MovableClock) -> None:
+async def test_a_partition_without_an_owner_is_named(server_url: str, clock: MovableClock) -> None:
     look = Look(server_url)
     async with opened(Outbox(server_url, namespace="app", clock=clock)) as outbox:
         succeeds(outbox, "score", partitions=2)
@@ -661,16 +661,16 @@ async def test_a_partition_without_a_holder_is_named(server_url: str, clock: Mov
             await eventually(lambda: outbox.admin.list("PENDING"))
         worker = await report(outbox)
         await holds(look, LockName("app", "dispatch", "score", 0), worker.instance)
-        assert await told(outbox) == WELL
+        assert await found_rules(outbox) == WELL
         clock.advance("31s")
         await report(outbox)
         waiting = await outbox.admin.waiting("score")
         assert waiting["no_owner"] + waiting["queued"] == 20
-        said = await sentence(outbox, "lock_without_holder")
-        assert said == f"No process holds partition 1 of `score`: {waiting['no_owner']} notifications wait."
+        shown = await sentence(outbox, "lock_without_holder")
+        assert shown == f"No process holds partition 1 of `score`: {waiting['no_owner']} notifications wait."
         async with outbox.running():
             await outbox.drain()
-            assert await told(outbox) == WELL
+            assert await found_rules(outbox) == WELL
 
 
 async def test_rule_operation_failed(outbox: Outbox, clock: MovableClock, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -685,8 +685,8 @@ async def test_rule_operation_failed(outbox: Outbox, clock: MovableClock, monkey
         patched.setattr(database_of(outbox).subscriptions, "pause", fail)
         with pytest.raises(ValueError, match="no room"):
             await outbox.admin.pause("mail", actor="ada")
-    said = await sentence(outbox, "operation_failed")
-    assert said == "An order has failed: pause by ada: ValueError: no room"
+    shown = await sentence(outbox, "operation_failed")
+    assert shown == "Operation failed: pause by ada: ValueError: no room"
     clock.advance("61m")
     await report(outbox)
-    assert await told(outbox) == WELL
+    assert await found_rules(outbox) == WELL

@@ -1,4 +1,4 @@
-"""``record`` writes into the database of its shard, and into no other one that has the same tables."""
+"""``record`` writes only into the database of its shard, even if another database has the same tables."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ import aiosqlite
 import asyncpg
 import pytest
 
-from outboxio import ConfigurationError, OtherDatabase, Outbox, Settings
-from outboxio.storage.connections.identity import Identity, Kin, OwnDatabase
+from outboxio import ConfigurationError, Outbox, Settings, WrongDatabase
+from outboxio.storage.connections.identity import DatabaseVerifier, Identity, Kin
 from tests.contract.test_record import engine_of
 from tests.kit import mysql
 from tests.kit.app import Look, WalletOpened, opened
 from tests.kit.proxy import proxy_to
-from tests.kit.server_acts import acts_on
+from tests.kit.server_actions import actions_on
 
 ALONE = Settings(notify=False)
 
 
 @asynccontextmanager
 async def connected(url: str) -> AsyncIterator[Any]:
-    """A connection of the application's, in a transaction."""
+    """A user-supplied connection in a transaction."""
     look = Look(url)
     if look.driver == "asyncpg":
         connection = await asyncpg.connect(url)
@@ -57,29 +57,27 @@ async def open_wallet(outbox: Outbox, connection: Any) -> None:
 # --- what is refused -------------------------------------------------------------------------------
 
 
-async def test_a_connection_of_another_database_is_refused_by_name_and_nothing_is_written(
-    database_url: str, second_url: str
-) -> None:
+async def test_a_connection_to_another_database_is_refused_by_name(database_url: str, second_url: str) -> None:
     async with (
         opened(Outbox(database_url, namespace="app", settings=ALONE)) as outbox,
         opened(Outbox(second_url, namespace="app", settings=ALONE)),
     ):
         for _ in range(2):
             async with connected(second_url) as connection:
-                with pytest.raises(OtherDatabase, match="shard 'default' is") as caught:
+                with pytest.raises(WrongDatabase, match="shard 'default' is") as caught:
                     await open_wallet(outbox, connection)
                 with pytest.raises(ConfigurationError):
                     await outbox.inbox.receive(
                         source="s", external_id="1", event=WalletOpened(uuid4()), connection=connection
                     )
-        assert caught.value.given != caught.value.own
-        for own, url in ((caught.value.own, database_url), (caught.value.given, second_url)):
+        assert caught.value.actual != caught.value.expected
+        for own, url in ((caught.value.expected, database_url), (caught.value.actual, second_url)):
             named = str(urlsplit(url).port) if Look(url).driver == "aiomysql" else urlsplit(url).path[1:]
             assert named in own
             assert await Look(url).events() == []
 
 
-async def test_a_session_of_another_database_is_refused_as_well(database_url: str, second_url: str) -> None:
+async def test_a_session_of_another_database_is_refused(database_url: str, second_url: str) -> None:
     engine = engine_of(second_url)
     try:
         async with (
@@ -88,7 +86,7 @@ async def test_a_session_of_another_database_is_refused_as_well(database_url: st
             engine.connect() as connection,
         ):
             await connection.begin()
-            with pytest.raises(OtherDatabase):
+            with pytest.raises(WrongDatabase):
                 await open_wallet(outbox, connection)
             await connection.rollback()
     finally:
@@ -96,7 +94,7 @@ async def test_a_session_of_another_database_is_refused_as_well(database_url: st
     assert await Look(second_url).events() == []
 
 
-async def test_each_shard_takes_its_own_connections_and_no_others(database_url: str, second_url: str) -> None:
+async def test_each_shard_accepts_only_its_own_connections(database_url: str, second_url: str) -> None:
     shards = {"here": database_url, "there": second_url}
     async with opened(Outbox(shards, namespace="app", settings=ALONE)) as outbox:
         for given, url in shards.items():
@@ -105,16 +103,16 @@ async def test_each_shard_takes_its_own_connections_and_no_others(database_url: 
                     if shard == given:
                         await outbox.record(connection, WalletOpened(uuid4()), action="Open", shard=shard)
                     else:
-                        with pytest.raises(OtherDatabase, match=f"shard '{shard}' is"):
+                        with pytest.raises(WrongDatabase, match=f"shard '{shard}' is"):
                             await outbox.record(connection, WalletOpened(uuid4()), action="Open", shard=shard)
             assert len(await Look(url).events()) == 1
 
 
-# --- what is not -----------------------------------------------------------------------------------
+# --- what is accepted ------------------------------------------------------------------------------
 
 
-async def test_a_connection_by_another_way_is_of_the_same_database(server_url: str) -> None:
-    """Addresses differ: the name of the host, and the hops in between."""
+async def test_a_connection_by_another_route_is_to_the_same_database(server_url: str) -> None:
+    """Addresses differ: the host name, and the hops in between."""
     async with (
         opened(Outbox(server_url, namespace="app", settings=ALONE)) as outbox,
         proxy_to(server_url.replace("127.0.0.1", "localhost")) as proxy,
@@ -124,7 +122,7 @@ async def test_a_connection_by_another_way_is_of_the_same_database(server_url: s
     assert len(await Look(server_url).events()) == 1
 
 
-async def test_where_the_shard_cannot_be_reached_nothing_is_refused(server_url: str, second_url: str) -> None:
+async def test_nothing_is_refused_if_the_shard_is_unreachable(server_url: str, second_url: str) -> None:
     """The application's connection works, and only that counts."""
     async with opened(Outbox(second_url, namespace="app", settings=ALONE)):
         pass
@@ -138,9 +136,9 @@ async def test_where_the_shard_cannot_be_reached_nothing_is_refused(server_url: 
 
 
 @pytest.mark.parametrize("size", [1, 2])
-async def test_a_connection_of_the_given_pool_needs_no_other_one_to_be_known(server_url: str, size: int) -> None:
+async def test_a_connection_of_the_user_pool_needs_no_second_one(server_url: str, size: int) -> None:
     async with (
-        acts_on(server_url).pool(size) as pool,
+        actions_on(server_url).pool(size) as pool,
         opened(Outbox(pool, namespace="app", settings=ALONE)) as outbox,
         pool.acquire() as connection,
         asyncio.timeout(10),
@@ -152,14 +150,14 @@ async def test_a_connection_of_the_given_pool_needs_no_other_one_to_be_known(ser
     assert len(await Look(server_url).events()) == 1
 
 
-async def test_a_connection_of_an_action_is_known(database_url: str) -> None:
+async def test_a_connection_of_an_action_is_accepted(database_url: str) -> None:
     async with opened(Outbox(database_url, namespace="app", settings=ALONE)) as outbox:
         async with outbox.transaction("Open") as tx:
             await open_wallet(outbox, tx.connection)
         assert len(await Look(database_url).events()) == 2
 
 
-async def test_a_producer_needs_no_more_rights_than_before(postgres_url: str) -> None:
+async def test_a_producer_needs_no_additional_rights(postgres_url: str) -> None:
     look, name = Look(postgres_url), f"producer_{urlsplit(postgres_url).path[1:]}"
     parts = urlsplit(postgres_url)
     async with opened(Outbox(postgres_url, namespace="app")):
@@ -180,7 +178,7 @@ async def test_a_producer_needs_no_more_rights_than_before(postgres_url: str) ->
 # --- files -----------------------------------------------------------------------------------------
 
 
-async def test_a_file_is_the_same_by_whatever_path(sqlite_url: str, tmp_path: Path) -> None:
+async def test_a_file_is_recognized_by_any_path(sqlite_url: str, tmp_path: Path) -> None:
     path, link = Path(urlsplit(sqlite_url).path[1:]), tmp_path / "link.db"
     relative = os.path.relpath(path)  # noqa: ASYNC240  # no file is looked at
     async with opened(Outbox(sqlite_url, namespace="app")) as outbox:
@@ -195,7 +193,7 @@ async def test_a_file_is_the_same_by_whatever_path(sqlite_url: str, tmp_path: Pa
     assert len(await Look(sqlite_url).events()) == 3
 
 
-async def test_a_file_that_is_attached_is_found(sqlite_url: str, tmp_path: Path) -> None:
+async def test_an_attached_file_is_recognized(sqlite_url: str, tmp_path: Path) -> None:
     async with opened(Outbox(sqlite_url, namespace="app")) as outbox:
         connection = sqlite3.connect(tmp_path / "own.db", isolation_level=None)
         connection.execute("ATTACH ? AS outbox", (urlsplit(sqlite_url).path[1:],))
@@ -207,25 +205,25 @@ async def test_a_file_that_is_attached_is_found(sqlite_url: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("is_file", [True, False])
-async def test_a_file_and_the_memory_are_two_databases(tmp_path: Path, is_file: bool) -> None:
+async def test_a_file_and_an_in_memory_database_are_different(tmp_path: Path, is_file: bool) -> None:
     url, path = ("sqlite://", str(tmp_path / "a.db")) if is_file else (f"sqlite:///{tmp_path / 'a.db'}", ":memory:")
     async with opened(Outbox(url, namespace="app")) as outbox:
         connection = sqlite3.connect(path, isolation_level=None)
         connection.execute("BEGIN")
-        with pytest.raises(OtherDatabase, match="a database in memory"):
+        with pytest.raises(WrongDatabase, match="a database in memory"):
             await open_wallet(outbox, connection)
         connection.close()
 
 
-# --- by itself -------------------------------------------------------------------------------------
+# --- the verifier alone ----------------------------------------------------------------------------
 
 
 class Connection:
-    """Stands for a caller's."""
+    """A stand-in for a caller's connection."""
 
 
 class Answers:
-    """The identity that a database reports at each question; ``None``: no answer."""
+    """The identity that a database reports for each query; ``None``: no response."""
 
     def __init__(self, *keys: str | None, kin: Kin | None = None) -> None:
         self.left = list(keys)
@@ -244,18 +242,18 @@ class Answers:
         return self.kin
 
 
-async def test_each_connection_is_asked_once() -> None:
-    own, given, connection = OwnDatabase("main", Answers("a").own), Answers("a"), Connection()
+async def test_each_connection_is_checked_once() -> None:
+    own, given, connection = DatabaseVerifier("main", Answers("a").own), Answers("a"), Connection()
     for _ in range(3):
         await own.require(connection, given.given)
 
 
-async def test_a_server_that_was_started_anew_is_asked_once_more_before_anything_is_refused() -> None:
-    own = OwnDatabase("main", Answers("a", "b", "b").own)
+async def test_a_restarted_server_is_checked_again_before_refusing() -> None:
+    own = DatabaseVerifier("main", Answers("a", "b", "b").own)
     await own.require(Connection(), Answers("a").given)
     await own.require(Connection(), Answers("b").given)
 
-    with pytest.raises(OtherDatabase, match="the connection is of the database c, but shard 'main' is the database b"):
+    with pytest.raises(WrongDatabase, match="the connection is to the database c, but shard 'main' is the database b"):
         await own.require(Connection(), Answers("c").given)
 
 
@@ -270,37 +268,33 @@ async def test_a_server_that_was_started_anew_is_asked_once_more_before_anything
         (None, None, False),
     ],
 )
-async def test_a_server_and_those_that_repeat_what_it_writes_have_one_database(
-    given: Kin | None, own: Kin | None, is_same: bool
-) -> None:
-    """A balancer may lead a question to any replica."""
-    database = OwnDatabase("main", Answers("b", kin=own).own)
-    asking = database.require(Connection(), Answers("a", kin=given).given)
+async def test_a_server_and_its_replicas_are_one_database(given: Kin | None, own: Kin | None, is_same: bool) -> None:
+    """A load balancer may send a query to any replica."""
+    database = DatabaseVerifier("main", Answers("b", kin=own).own)
+    verified = database.require(Connection(), Answers("a", kin=given).given)
     if is_same:
-        await asking
+        await verified
     else:
-        with pytest.raises(OtherDatabase):
-            await asking
+        with pytest.raises(WrongDatabase):
+            await verified
 
 
-async def test_a_connection_that_was_let_pass_is_asked_again_when_the_shard_can_say_what_it_is(
+async def test_an_accepted_connection_is_checked_again_once_possible(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ours, given, connection = Answers(None, "a"), Answers("b", "b", "b"), Connection()
-    own = OwnDatabase("main", ours.own)
+    own = DatabaseVerifier("main", ours.own)
     await own.require(connection, given.given)
     await own.require(connection, given.given)
-    assert ours.left == ["a"]  # it is not asked with every record
+    assert ours.left == ["a"]  # it is not checked with every record
 
-    monkeypatch.setattr("outboxio.storage.connections.identity.ASKED_AGAIN", 0.0)
-    with pytest.raises(OtherDatabase):
+    monkeypatch.setattr("outboxio.storage.connections.identity.RECHECK_INTERVAL", 0.0)
+    with pytest.raises(WrongDatabase):
         await own.require(connection, given.given)
 
 
-async def test_whoever_may_not_ask_for_the_system_has_a_transaction_that_goes_on(
-    postgres_url: str, second_url: str
-) -> None:
-    """A refused question would end the transaction."""
+async def test_a_user_without_the_identity_right_keeps_its_transaction(postgres_url: str, second_url: str) -> None:
+    """A failed query would end the transaction."""
     look = Look(second_url)
     async with (
         opened(Outbox(postgres_url, namespace="app", settings=ALONE)) as outbox,
@@ -313,7 +307,7 @@ async def test_whoever_may_not_ask_for_the_system_has_a_transaction_that_goes_on
             parts = urlsplit(second_url)
             url = parts._replace(netloc=f"{name}@{parts.netloc.rpartition('@')[2]}").geturl()
             async with connected(url) as connection:
-                with pytest.raises(OtherDatabase):
+                with pytest.raises(WrongDatabase):
                     await open_wallet(outbox, connection)
                 assert await connection.fetchval("SELECT 1") == 1
         finally:

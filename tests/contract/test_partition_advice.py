@@ -1,4 +1,4 @@
-"""Alarms and advice about partitions: a partition without an owner, too many locks, a limit that is not meant."""
+"""Alerts and advice about partitions: unowned partitions, too many locks, unintended concurrency limits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def watch_of(outbox: Outbox) -> UnownedWatch:
 
 
 def alarms(caplog: pytest.LogCaptureFixture) -> list[tuple[object, object]]:
-    """The handler and the partition of each alarm."""
+    """The handler and partition of each alarm."""
     found = [vars(record) for record in caplog.records if vars(record).get("outboxio_alarm") == "partition_unowned"]
     assert all(one["levelno"] == logging.ERROR for one in found)
     return [(one["outboxio_handler"], one["outboxio_partition"]) for one in found]
@@ -34,49 +34,49 @@ def alarms(caplog: pytest.LogCaptureFixture) -> list[tuple[object, object]]:
 # --- partitions without an owner -----------------------------------------------------------------
 
 
-async def test_a_partition_without_an_owner_is_an_alarm_only_if_rows_are_due_there(
+async def test_an_unowned_partition_raises_an_alarm_only_with_due_rows(
     outbox: Outbox, look: Look, clock: MovableClock, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(upkeep, "ASK_AGAIN", 0.0)
+    monkeypatch.setattr(upkeep, "QUERY_INTERVAL", 0.0)
     store, watch = Store(outbox, look), watch_of(outbox)
     await store.subscribe("score")
     slots = [Slot("score", 0), Slot("rating", 0)]
 
-    await watch.look(slots)
+    await watch.check(slots)
     assert alarms(caplog) == []
 
     await store.insert_notifications("a", "b")
-    await watch.look(slots)
-    await watch.look(slots)
+    await watch.check(slots)
+    await watch.check(slots)
     assert alarms(caplog) == [("score", 0)]
     assert "partition 0 of handler 'score' has due notifications" in caplog.text
     assert "restart the processes that have the handler" in caplog.text
 
 
-async def test_the_alarm_is_repeated_for_a_partition_that_had_an_owner_meanwhile(
+async def test_the_alarm_is_repeated_after_the_partition_had_an_owner(
     outbox: Outbox, look: Look, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(upkeep, "ASK_AGAIN", 0.0)
+    monkeypatch.setattr(upkeep, "QUERY_INTERVAL", 0.0)
     monkeypatch.setattr(upkeep, "REPORT_AFTER", 0.0)  # every slot had an owner since the last call
     store, watch = Store(outbox, look), watch_of(outbox)
     await store.subscribe("score")
     await store.insert_notifications("a")
 
     for _ in range(2):
-        await watch.look([Slot("score", 0)])
+        await watch.check([Slot("score", 0)])
 
     assert alarms(caplog) == [("score", 0)] * 2
 
 
-async def test_the_database_is_not_asked_in_every_round(
+async def test_the_database_is_not_queried_in_every_round(
     outbox: Outbox, look: Look, caplog: pytest.LogCaptureFixture
 ) -> None:
     store, watch = Store(outbox, look), watch_of(outbox)
     await store.subscribe("score")
-    await watch.look([Slot("score", 0)])
+    await watch.check([Slot("score", 0)])
     await store.insert_notifications("a")
 
-    await watch.look([Slot("score", 0)])  # less than a second later
+    await watch.check([Slot("score", 0)])  # less than a second later
 
     assert alarms(caplog) == []
 
@@ -100,10 +100,10 @@ async def lacking_locks(outbox: Outbox) -> dict[str, bool]:
     return {handler.name: handler.lacks_locks for handler in facts.handlers}
 
 
-async def test_partitions_that_need_more_than_a_quarter_of_the_locks_are_reported(postgres_url: str) -> None:
+async def test_partitions_using_over_a_quarter_of_the_locks_are_reported(postgres_url: str) -> None:
     async with Outbox(postgres_url, namespace="app") as outbox:
         await outbox.migrate()
-        room = await database_of(outbox).lock_room()
+        room = await database_of(outbox).lock_capacity()
         assert room >= 640
         for number in range(room // 4 // 64):
             outbox.handler(MoneyDeposited, name=f"handler-{number}", partitions=64)(Journal())
@@ -113,17 +113,15 @@ async def test_partitions_that_need_more_than_a_quarter_of_the_locks_are_reporte
         [sentence] = await advice_for(outbox)
 
     assert before == [] or room % 256 == 0
-    assert f"the server has room for {room:,}" in sentence
+    assert f"the server has a capacity of {room:,}" in sentence
     assert "raise max_locks_per_transaction" in sentence
 
 
-async def test_partitions_that_an_operator_asked_for_count_too(
-    postgres_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_partitions_set_by_an_operator_count_too(postgres_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async with Outbox(postgres_url, namespace="app") as outbox:
         await outbox.migrate()
         outbox.handler(MoneyDeposited, name="score", aliases={"rating"})(Journal())
-        monkeypatch.setattr(database_of(outbox), "lock_room", _room_for_100)
+        monkeypatch.setattr(database_of(outbox), "lock_capacity", _room_for_100)
         assert await advice_for(outbox) == []
 
         await outbox.admin.partitions("score", 16)
@@ -132,7 +130,7 @@ async def test_partitions_that_an_operator_asked_for_count_too(
         assert "need 33 locks" in sentence  # 16 under each name, and fan-out
 
 
-async def test_automatic_partitions_that_use_up_their_part_of_the_locks_are_reported(
+async def test_automatic_partitions_that_exhaust_their_locks_are_reported(
     postgres_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with Outbox(postgres_url, namespace="app") as outbox:
@@ -140,7 +138,7 @@ async def test_automatic_partitions_that_use_up_their_part_of_the_locks_are_repo
         outbox.handler(MoneyDeposited, name="score")(Journal())
         async with outbox.running():
             pass  # the handler is announced
-        monkeypatch.setattr(database_of(outbox), "lock_room", _room_for_100)
+        monkeypatch.setattr(database_of(outbox), "lock_capacity", _room_for_100)
         await outbox.admin.partitions("score", 8)
         assert await advice_for(outbox) == []
 
@@ -157,7 +155,7 @@ async def _room_for_100() -> int:
     return 100
 
 
-async def test_a_concurrency_that_was_meant_for_the_cluster_is_reported(server: Outbox) -> None:
+async def test_a_concurrency_meant_for_the_cluster_is_reported(server: Outbox) -> None:
     server.handler(MoneyDeposited, name="bank", partitions=16, concurrency=4)(Journal())
     server.handler(MoneyDeposited, name="known", partitions=2, concurrency=1, total_concurrency=2)(Journal())
     server.handler(MoneyDeposited, name="large", partitions=8, concurrency=100)(Journal())
@@ -170,7 +168,7 @@ async def test_a_concurrency_that_was_meant_for_the_cluster_is_reported(server: 
     assert "total_concurrency" in sentence
 
 
-async def test_a_concurrency_that_counts_for_each_process_once_a_handler_is_shared_is_reported(server: Outbox) -> None:
+async def test_a_per_process_concurrency_of_a_shared_handler_is_reported(server: Outbox) -> None:
     server.handler(MoneyDeposited, name="bank", concurrency=20)(Journal())
     server.handler(MoneyDeposited, name="known", concurrency=20, total_concurrency=20)(Journal())
     server.handler(MoneyDeposited, name="whole", concurrency=20, partitions=20)(Journal())
@@ -179,8 +177,8 @@ async def test_a_concurrency_that_counts_for_each_process_once_a_handler_is_shar
 
     [sentence] = await advice_for(server)
 
-    assert sentence.startswith("handler 'bank' has concurrency=20: if its notifications wait, outboxio shares it")
-    assert "partitions=1 keeps the handler in one process" in sentence
+    assert sentence.startswith("handler 'bank' has concurrency=20: if it has a backlog, outboxio shares it")
+    assert "to keep the handler in one process use partitions=1" in sentence
 
 
 async def test_a_database_with_a_single_writer_needs_no_advice(sqlite_url: str) -> None:
@@ -191,11 +189,11 @@ async def test_a_database_with_a_single_writer_needs_no_advice(sqlite_url: str) 
         assert await advice_for(outbox) == []
 
 
-async def test_check_tells_the_advice_and_still_answers_yes(server: Outbox, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_check_prints_the_advice_and_still_succeeds(server: Outbox, capsys: pytest.CaptureFixture[str]) -> None:
     server.handler(MoneyDeposited, name="bank", partitions=16, concurrency=4)(Journal())
 
     assert await schema.check(server, as_json=False) == 0
 
-    told = capsys.readouterr().out
-    assert "ok  default: reachable" in told
-    assert "..  default: handler 'bank' has concurrency=4 and partitions=16" in told
+    output = capsys.readouterr().out
+    assert "ok  default: reachable" in output
+    assert "WARN  default: handler 'bank' has concurrency=4 and partitions=16" in output

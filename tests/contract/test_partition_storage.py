@@ -1,4 +1,4 @@
-"""Partitions in storage, on the databases that several processes share."""
+"""Partitions in storage, on the databases that several processes can share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 
 from outboxio import Outbox
 from outboxio.model.lock_name import LockName, Slot
-from outboxio.model.notification import BEGINNING, DueQuery, Handoff, Notification, NotificationRecord, State
+from outboxio.model.notification import FIRST_POSITION, DueQuery, Handoff, Notification, NotificationRecord, State
 from outboxio.model.outcome import Bucket, Lease, Outcome
 from outboxio.storage.protocols import (
     ClusterView,
@@ -25,7 +25,7 @@ from outboxio.storage.protocols import (
     NewNotification,
     PartitionCount,
     Pause,
-    Rehomed,
+    RehashResult,
     SeenLease,
     StartedRun,
 )
@@ -33,7 +33,7 @@ from outboxio.storage.tables.partitions import PartitionTables
 from outboxio.testing import MovableClock
 from tests.kit import mysql
 from tests.kit.app import Look, MoneyDeposited, WalletOpened, eventually
-from tests.kit.server_acts import acts_on
+from tests.kit.server_actions import actions_on
 from tests.kit.storage import LONG_AGO, NOW, Store
 
 pytestmark = [pytest.mark.with_tables, pytest.mark.one_of_family]
@@ -61,8 +61,8 @@ class Shared(Store):
         )
 
     async def count(self, name: str) -> PartitionCount:
-        orders = await self.database.subscriptions.orders(self.namespace)
-        [count] = [count for count in orders.partitions if count.handler_name == name]
+        control = await self.database.subscriptions.control_state(self.namespace)
+        [count] = [count for count in control.partitions if count.handler_name == name]
         return count
 
     async def numbers(self, name: str) -> dict[int, int]:
@@ -73,14 +73,14 @@ class Shared(Store):
         return await self.database.notifications.find_due(self.namespace, LATER, queries)
 
     async def lease(self, name: str, partition: int, term: int = 1) -> Lease:
-        """A lock of a partition that a process holds."""
+        """A partition lock held by a process."""
         lock = LockName(self.namespace, "dispatch", name, partition)
         values = f"('{lock.lease}', {term}, 'me', '2030-01-01 12:00:00', 0)"
         await self.look.fetch(f"INSERT INTO {{leases}} VALUES {values}")
         return Lease(lock.lease, name, term, partition=partition)
 
     async def held(self, slot: Slot) -> Lease:
-        """The lock of a slot under the newest term, taken now if no process has taken the lock."""
+        """The lock of a slot under the newest term; take it if no process holds it."""
         lock = LockName(self.namespace, "dispatch", *slot).lease
         term = await self.look.value("SELECT term FROM {leases} WHERE name = $1", lock)
         return (
@@ -88,7 +88,7 @@ class Shared(Store):
         )
 
     async def alter(self, change: str, **columns: str) -> None:
-        """Change the notifications with these values by hand."""
+        """Update by hand the notifications with these values."""
         where = " AND ".join(f"{column} = '{value}'" for column, value in columns.items())
         await self.look.fetch(f"UPDATE {{event_notifications}} SET {change} WHERE {where}")
 
@@ -102,10 +102,10 @@ async def store(server_url: str) -> AsyncIterator[Shared]:
 
 
 @pytest.fixture
-async def stranger(server_url: str, store: Shared) -> AsyncIterator[Shared]:
-    """A second service in the same database."""
-    async with Outbox(server_url, namespace="stranger", clock=MovableClock(NOW)) as outbox:
-        yield Shared(outbox, Look(server_url), "stranger")
+async def other_service(server_url: str, store: Shared) -> AsyncIterator[Shared]:
+    """Another service in the same database."""
+    async with Outbox(server_url, namespace="other", clock=MovableClock(NOW)) as outbox:
+        yield Shared(outbox, Look(server_url), "other")
 
 
 def by_key(rows: Sequence[NotificationRecord]) -> dict[str | None, int]:
@@ -115,10 +115,10 @@ def by_key(rows: Sequence[NotificationRecord]) -> dict[str | None, int]:
     return dict(found)
 
 
-# --- numbers that outboxio chooses ---------------------------------------------------------------
+# --- automatic counts ----------------------------------------------------------------------------
 
 
-async def test_an_automatic_number_is_changed_under_the_newest_term_only(store: Shared) -> None:
+async def test_an_automatic_count_is_changed_under_the_newest_term_only(store: Shared) -> None:
     lease = await store.lease("mail", 0, term=2)
     former = Lease(lease.name, "mail", 1)
 
@@ -132,7 +132,7 @@ async def test_an_automatic_number_is_changed_under_the_newest_term_only(store: 
     assert (count.number, count.active) == (1, 8)
 
 
-async def test_the_number_of_an_operator_stands_until_it_is_given_back(store: Shared) -> None:
+async def test_an_operators_count_stays_until_it_is_returned(store: Shared) -> None:
     lease = await store.lease("mail", 0)
     await store.automatic(lease, 8)
     await store.set_number("mail", 8)
@@ -142,8 +142,8 @@ async def test_the_number_of_an_operator_stands_until_it_is_given_back(store: Sh
     assert await store.automatic(lease, 16, expected=8)
 
 
-async def test_the_number_of_an_older_version_stands_beside_an_automatic_number(store: Shared) -> None:
-    """An older version writes the number, and knows nothing of the columns beside it."""
+async def test_a_count_written_by_an_older_version_is_kept(store: Shared) -> None:
+    """An older version writes the count, and ignores the columns beside it."""
     lease = await store.lease("mail", 0)
     await store.automatic(lease, 8)
     await store.look.fetch("UPDATE {handler_partitions} SET partitions = 2, changed_date = changed_date")
@@ -152,7 +152,7 @@ async def test_the_number_of_an_older_version_stands_beside_an_automatic_number(
     assert (await store.count("mail")).number == 2
 
 
-async def test_the_number_stays_while_rows_have_waited_of_late(store: Shared) -> None:
+async def test_an_automatic_count_stays_while_rows_waited_recently(store: Shared) -> None:
     lease = await store.lease("mail", 0)
     await store.automatic(lease, 8)
     for later, is_written in ((timedelta(minutes=5), False), (timedelta(hours=2), True)):
@@ -166,7 +166,7 @@ async def test_the_number_stays_while_rows_have_waited_of_late(store: Shared) ->
 # --- the partition of a row ----------------------------------------------------------------------
 
 
-async def test_a_handler_without_a_number_has_a_single_partition(store: Shared) -> None:
+async def test_a_handler_without_a_count_has_a_single_partition(store: Shared) -> None:
     await store.subscribe("ledger", ordered=True)
     await store.subscribe("mail")
     await store.set_number("mail", 1)
@@ -175,7 +175,7 @@ async def test_a_handler_without_a_number_has_a_single_partition(store: Shared) 
     assert {row.partition_number for row in await store.rows()} == {0}
 
 
-async def test_rows_of_an_ordering_key_are_in_one_partition_and_rows_without_a_key_anywhere(store: Shared) -> None:
+async def test_an_ordering_key_stays_in_one_partition(store: Shared) -> None:
     for name, ordered in (("ledger", True), ("mail", False)):
         await store.subscribe(name, ordered=ordered)
         await store.set_number(name, 8)
@@ -202,22 +202,22 @@ async def test_rows_are_spread_over_all_partitions(store: Shared, number: int) -
         assert min(spread.values()) > each / 3
 
 
-async def test_each_handler_name_and_each_service_has_its_own_number(store: Shared, stranger: Shared) -> None:
-    for of in (store, stranger):
+async def test_each_handler_name_and_service_has_its_own_count(store: Shared, other_service: Shared) -> None:
+    for of in (store, other_service):
         await of.subscribe("ledger", ordered=True)
     await store.subscribe("books", ordered=True)
     await store.set_number("ledger", 4)
-    await stranger.set_number("books", 64)
-    await stranger.set_number("ledger", 32)
+    await other_service.set_number("books", 64)
+    await other_service.set_number("ledger", 32)
     await store.insert_notifications(*KEYS)
-    await stranger.insert_notifications(*KEYS)
+    await other_service.insert_notifications(*KEYS)
 
     assert set((await store.numbers("ledger")).values()) == set(range(4))
     assert set((await store.numbers("books")).values()) == {0}
-    assert max((await stranger.numbers("ledger")).values()) > 3
+    assert max((await other_service.numbers("ledger")).values()) > 3
 
 
-async def test_rows_that_are_handed_over_have_their_partition(store: Shared) -> None:
+async def test_rows_that_are_handed_over_have_a_partition(store: Shared) -> None:
     await store.subscribe("ledger", ordered=True)
     await store.set_number("ledger", 16)
     await store.insert_notifications(*KEYS)
@@ -236,7 +236,7 @@ async def test_rows_that_are_handed_over_have_their_partition(store: Shared) -> 
     assert all(row.partition_number == rows[row.id].partition_number for row in handed)
 
 
-async def test_rows_of_a_topic_have_their_partition(store: Shared) -> None:
+async def test_rows_of_a_topic_have_a_partition(store: Shared) -> None:
     await store.subscribe("ledger", ordered=True)
     await store.subscribe("audit", ordered=True, types=(), topics=("audit",))
     for name in ("ledger", "audit"):
@@ -251,7 +251,7 @@ async def test_rows_of_a_topic_have_their_partition(store: Shared) -> None:
     assert by_key(await store.rows("audit")) == by_key(await store.rows("ledger"))
 
 
-async def test_a_row_of_a_new_handler_has_the_partition_of_the_rows_of_fan_out(store: Shared) -> None:
+async def test_backfill_and_fan_out_use_the_same_partition(store: Shared) -> None:
     await store.subscribe("first", ordered=True)
     await store.set_number("first", 16)
     await store.insert_notifications(*KEYS)
@@ -263,7 +263,7 @@ async def test_a_row_of_a_new_handler_has_the_partition_of_the_rows_of_fan_out(s
     assert by_key(await store.rows("second")) == by_key(await store.rows("first"))
 
 
-async def test_a_row_that_the_inbox_makes_has_the_partition_of_the_rows_of_fan_out(store: Shared) -> None:
+async def test_inbox_and_fan_out_use_the_same_partition(store: Shared) -> None:
     for name, ordered in (("ledger", True), ("mail", False)):
         await store.subscribe(name, ordered=ordered)
     for name in ("ledger", "mail", "books", "letters"):
@@ -273,8 +273,8 @@ async def test_a_row_that_the_inbox_makes_has_the_partition_of_the_rows_of_fan_o
     async with store.database.session() as session:
         await session.begin()
         for row in await store.rows("ledger"):
-            owed = [new("books", row.ordering_key), new("letters"), new("alone", row.ordering_key)]
-            await session.insert_notifications(row.event_id, owed, NOW)
+            new_rows = [new("books", row.ordering_key), new("letters"), new("alone", row.ordering_key)]
+            await session.insert_notifications(row.event_id, new_rows, NOW)
         await session.commit()
 
     assert await store.numbers("books") == await store.numbers("ledger")
@@ -294,9 +294,9 @@ def new(name: str, ordering_key: str | None = None) -> NewNotification:
 
 @pytest.fixture
 async def moved(store: Shared) -> Shared:
-    """Rows of an ordered and of an unordered handler, made when the handlers had a single partition.
+    """Rows of an ordered and an unordered handler, created when each had a single partition.
 
-    Fresh rows of the same events, under the names with ``new`` in front, show to which partition a row belongs now.
+    Fresh rows of the same events, under the names prefixed with ``new``, show which partition a row belongs to now.
     """
     for name, ordered in (("ledger", True), ("mail", False)):
         await store.subscribe(name, ordered=ordered)
@@ -316,7 +316,7 @@ async def assert_at_home(store: Shared, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["ledger", "mail"])
-async def test_a_row_that_is_retried_moves_to_its_partition(moved: Shared, name: str) -> None:
+async def test_a_retried_row_moves_to_its_partition(moved: Shared, name: str) -> None:
     for label, state in enumerate(["BLOCKED", "SUCCEEDED", "EXPIRED", "DEAD", "SKIPPED"] * 8, 1):
         await moved.put(state, label, name=name)
     ids = [row.id for row in await moved.rows(name)]
@@ -327,7 +327,7 @@ async def test_a_row_that_is_retried_moves_to_its_partition(moved: Shared, name:
     assert {row.state for row in await moved.rows(name)} == {"PENDING"}
 
 
-async def test_a_row_that_may_run_keeps_its_partition_when_it_is_retried(moved: Shared) -> None:
+async def test_a_row_that_may_be_running_keeps_its_partition_on_retry(moved: Shared) -> None:
     for label, state in enumerate(["PENDING", "FAILED", "DYING", "PENDING"] * 10, 1):
         await moved.put(state, label, name="ledger", attempts=3)
     ids = [row.id for row in await moved.rows("ledger")]
@@ -340,7 +340,7 @@ async def test_a_row_that_may_run_keeps_its_partition_when_it_is_retried(moved: 
 
 
 @pytest.mark.parametrize("name", ["ledger", "mail"])
-async def test_a_row_that_is_replayed_moves_to_its_partition(moved: Shared, name: str) -> None:
+async def test_a_replayed_row_moves_to_its_partition(moved: Shared, name: str) -> None:
     await moved.alter("state = 'SUCCEEDED'", handler_name=name)
     FOREVER = NOW + timedelta(days=365)
 
@@ -352,7 +352,7 @@ async def test_a_row_that_is_replayed_moves_to_its_partition(moved: Shared, name
     await assert_at_home(moved, name)
 
 
-async def test_a_row_that_is_unblocked_moves_to_its_partition(moved: Shared) -> None:
+async def test_an_unblocked_row_moves_to_its_partition(moved: Shared) -> None:
     await moved.alter("state = 'BLOCKED'", handler_name="ledger")
 
     assert await moved.database.ordering.unblock("app", ["ledger"], KEYS, 1, NOW) == len(KEYS)
@@ -360,7 +360,7 @@ async def test_a_row_that_is_unblocked_moves_to_its_partition(moved: Shared) -> 
     await assert_at_home(moved, "ledger")
 
 
-async def test_a_row_that_is_released_moves_to_its_partition(moved: Shared) -> None:
+async def test_a_released_row_moves_to_its_partition(moved: Shared) -> None:
     await moved.alter("state = 'BLOCKED'", handler_name="mail")
     event_ids = [row.event_id for row in await moved.rows("mail")]
 
@@ -369,7 +369,7 @@ async def test_a_row_that_is_released_moves_to_its_partition(moved: Shared) -> N
     await assert_at_home(moved, "mail")
 
 
-async def test_a_row_moves_back_when_the_handler_has_a_single_partition_again(moved: Shared) -> None:
+async def test_a_row_moves_back_to_a_single_partition(moved: Shared) -> None:
     await moved.alter("state = 'DEAD'", handler_name="ledger")
     await moved.database.stored_notifications.retry("app", [row.id for row in await moved.rows("ledger")], NOW)
     await moved.set_number("ledger", 1)
@@ -385,7 +385,7 @@ async def test_a_row_moves_back_when_the_handler_has_a_single_partition_again(mo
 
 @pytest.fixture
 async def spread(store: Shared) -> Shared:
-    """A handler ``ledger`` with a row for each key, in four partitions, and a handler ``mail`` beside."""
+    """A handler ``ledger`` with a row for each key in four partitions, and a handler ``mail``."""
     await store.subscribe("ledger", ordered=True)
     await store.subscribe("mail")
     await store.set_number("ledger", 4)
@@ -394,23 +394,23 @@ async def spread(store: Shared) -> Shared:
     return store
 
 
-async def test_finding_reads_the_rows_of_the_partition_and_no_others(spread: Shared) -> None:
+async def test_finding_reads_only_rows_of_the_partition(spread: Shared) -> None:
     rows = await spread.rows("ledger")
     for partition in range(4):
-        found = await spread.find_due(DueQuery("ledger", 1000, BEGINNING, partition))
+        found = await spread.find_due(DueQuery("ledger", 1000, FIRST_POSITION, partition))
         assert [row.id for row in found] == [row.id for row in rows if row.partition_number == partition]
         assert {row.partition_number for row in found} == {partition}
-    assert await spread.find_due(DueQuery("ledger", 1000, BEGINNING, 4)) == []
+    assert await spread.find_due(DueQuery("ledger", 1000, FIRST_POSITION, 4)) == []
 
 
-async def test_each_partition_is_read_from_its_own_position_up_to_its_own_limit(spread: Shared) -> None:
+async def test_each_partition_has_its_own_position_and_limit(spread: Shared) -> None:
     of = {p: [row for row in await spread.rows("ledger") if row.partition_number == p] for p in range(4)}
     second = of[1][1]
 
     found = await spread.find_due(
-        DueQuery("ledger", 2, BEGINNING, 3),
+        DueQuery("ledger", 2, FIRST_POSITION, 3),
         DueQuery("ledger", 3, (second.next_retry_at, second.sequence), 1),
-        DueQuery("mail", 1, BEGINNING, 0),
+        DueQuery("mail", 1, FIRST_POSITION, 0),
     )
 
     assert [row.id for row in found if row.partition_number == 3] == [row.id for row in of[3][:2]]
@@ -437,9 +437,7 @@ def bucket(rows: Sequence[NotificationRecord], lease: Lease, *, has_details: boo
 
 
 @pytest.mark.parametrize("has_details", [False, True], ids=["equal", "with-details"])
-async def test_the_lease_of_a_partition_settles_the_rows_of_that_partition_only(
-    spread: Shared, has_details: bool
-) -> None:
+async def test_a_partition_lease_settles_only_rows_of_its_partition(spread: Shared, has_details: bool) -> None:
     rows = await spread.rows("ledger")
     leases = [await spread.lease("ledger", partition) for partition in range(2)]
     own = [row for row in rows if row.partition_number == 1]
@@ -451,9 +449,7 @@ async def test_the_lease_of_a_partition_settles_the_rows_of_that_partition_only(
 
 
 @pytest.mark.parametrize("has_details", [False, True], ids=["equal", "with-details"])
-async def test_the_leases_of_a_bucket_settle_the_rows_of_all_their_partitions(
-    spread: Shared, has_details: bool
-) -> None:
+async def test_the_leases_of_a_bucket_settle_all_their_partitions(spread: Shared, has_details: bool) -> None:
     rows = [row for row in await spread.rows("ledger") if row.partition_number != 3]
     leases = [await spread.lease("ledger", partition) for partition in range(4)]
     buckets = [bucket([row], leases[row.partition_number], has_details=has_details) for row in rows]
@@ -465,7 +461,7 @@ async def test_the_leases_of_a_bucket_settle_the_rows_of_all_their_partitions(
     assert settled == len(rows)
 
 
-async def test_a_term_that_is_over_settles_nothing_although_another_partition_is_held(spread: Shared) -> None:
+async def test_an_expired_term_settles_nothing_despite_another_partition(spread: Shared) -> None:
     rows = [row for row in await spread.rows("ledger") if row.partition_number in (1, 2)]
     leases = {1: await spread.lease("ledger", 1), 2: await spread.lease("ledger", 2, term=7)}
     leases[2] = Lease(leases[2].name, "ledger", 6, partition=2)
@@ -478,7 +474,7 @@ async def test_a_term_that_is_over_settles_nothing_although_another_partition_is
     assert {row.partition_number for row in await spread.rows("ledger") if row.state == "SUCCEEDED"} == {1}
 
 
-async def test_the_name_of_a_handler_is_no_name_and_partition_of_another(store: Shared) -> None:
+async def test_a_handler_name_cannot_imitate_a_name_and_partition(store: Shared) -> None:
     for name in ("a", "a/1"):
         await store.subscribe(name)
     await store.insert_notifications(None)
@@ -500,7 +496,7 @@ async def test_a_recorded_run_has_the_partition_of_its_row(spread: Shared) -> No
     }
 
 
-async def test_the_oldest_row_of_all_partitions_is_found_and_old_rows_of_all_partitions_expire(spread: Shared) -> None:
+async def test_the_oldest_row_is_found_and_old_rows_expire_everywhere(spread: Shared) -> None:
     notifications = spread.database.stored_notifications
     [*_, last] = [row for row in await spread.rows("ledger") if row.partition_number == 3]
     early = "2029-12-31 12:00:00"
@@ -517,7 +513,7 @@ async def test_the_oldest_row_of_all_partitions_is_found_and_old_rows_of_all_par
 # --- the number of partitions --------------------------------------------------------------------
 
 
-async def test_code_raises_a_number_only_by_declaring_more_than_ever_before(store: Shared) -> None:
+async def test_code_raises_a_count_only_above_its_previous_declarations(store: Shared) -> None:
     partitions = store.partitions
     await partitions.declare("app", {"ledger": 4, "mail": 2}, NOW)
     assert await store.count("ledger") == PartitionCount("ledger", 4, 4, NOW, 4)
@@ -531,7 +527,7 @@ async def test_code_raises_a_number_only_by_declaring_more_than_ever_before(stor
     await partitions.declare("app", {}, LATER)
 
 
-async def test_the_number_of_an_operator_outlives_the_restart_of_a_process(store: Shared) -> None:
+async def test_an_operators_count_survives_a_process_restart(store: Shared) -> None:
     partitions = store.partitions
     await partitions.declare("app", {"ledger": 16}, NOW)
     await partitions.set_number("app", "ledger", 8, LATER)
@@ -547,7 +543,7 @@ async def test_the_number_of_an_operator_outlives_the_restart_of_a_process(store
     assert await store.count("ledger") == PartitionCount("ledger", 32, 32, LATER + timedelta(hours=3), 32)
 
 
-async def test_code_never_lowers_the_number_of_an_operator(store: Shared) -> None:
+async def test_code_never_lowers_an_operators_count(store: Shared) -> None:
     partitions = store.partitions
     await partitions.set_number("app", "ledger", 8, NOW)
 
@@ -563,30 +559,30 @@ async def test_code_never_lowers_the_number_of_an_operator(store: Shared) -> Non
     assert await store.count("ledger") == PartitionCount("ledger", 12, 12, LATER, 12)
 
 
-async def test_an_operator_may_set_a_number_that_no_code_has_declared(store: Shared, stranger: Shared) -> None:
+async def test_an_operator_may_set_a_count_beyond_declared_ones(store: Shared, other_service: Shared) -> None:
     await store.partitions.set_number("app", "ledger", 8, NOW)
 
     assert await store.count("ledger") == PartitionCount("ledger", 8, 8, NOW, 1)
-    assert (await stranger.database.subscriptions.orders("stranger")).partitions == []
+    assert (await other_service.database.subscriptions.control_state("other")).partitions == []
 
 
-async def test_the_orders_are_the_pauses_and_the_numbers(store: Shared, stranger: Shared) -> None:
+async def test_the_control_state_has_pauses_and_partition_counts(store: Shared, other_service: Shared) -> None:
     subscriptions = store.database.subscriptions
-    empty = await subscriptions.orders("app")
+    empty = await subscriptions.control_state("app")
     assert (list(empty.pauses), list(empty.partitions)) == ([], [])
 
     await subscriptions.pause("app", "ledger", NOW)
     await subscriptions.pause("app", "mail", NOW)
     await subscriptions.unpause("app", "mail", LATER)
     await store.set_number("ledger", 4)
-    await stranger.set_number("other", 4)
+    await other_service.set_number("other", 4)
 
-    orders = await subscriptions.orders("app")
-    assert sorted(orders.pauses, key=str) == [Pause("ledger", None), Pause("mail", LATER)]
-    assert list(orders.partitions) == [PartitionCount("ledger", 4, 4, NOW, 1)]
+    control = await subscriptions.control_state("app")
+    assert sorted(control.pauses, key=str) == [Pause("ledger", None), Pause("mail", LATER)]
+    assert list(control.partitions) == [PartitionCount("ledger", 4, 4, NOW, 1)]
 
 
-async def test_partitions_without_unfinished_rows_are_given_up(spread: Shared) -> None:
+async def test_partitions_without_unfinished_rows_are_removed(spread: Shared) -> None:
     await spread.set_number("ledger", 2)
     await spread.set_number("mail", 1)
     shrink = spread.partitions.shrink
@@ -598,13 +594,13 @@ async def test_partitions_without_unfinished_rows_are_given_up(spread: Shared) -
 
     await spread.alter("state = 'DEAD'", handler_name="ledger", partition_number="3")
     assert await shrink("app", NOW - timedelta(seconds=1)) == 0, "fan-out may still write by the old number"
-    assert await shrink("stranger", LATER) == 0
+    assert await shrink("other", LATER) == 0
     assert await shrink("app", NOW) == 1
     assert await spread.count("ledger") == PartitionCount("ledger", 2, 2, NOW, 1)
     assert await shrink("app", LATER) == 0
 
 
-async def test_a_blocked_row_does_not_keep_a_partition_because_it_moves_when_it_is_due(spread: Shared) -> None:
+async def test_a_blocked_row_does_not_keep_its_partition(spread: Shared) -> None:
     await spread.alter("state = 'BLOCKED'", handler_name="ledger")
     await spread.set_number("ledger", 2)
 
@@ -618,24 +614,24 @@ async def test_a_blocked_row_does_not_keep_a_partition_because_it_moves_when_it_
 
 
 async def announce_as_older(store: Shared, name: str, seen: str) -> None:
-    """The announcement of a version that knows no partitions, for a name that is announced already."""
+    """The announcement of a version without partitions, for a name that is already announced."""
     await store.look.fetch(
         f"UPDATE {{subscriptions}} SET last_seen_date = '{seen}' WHERE namespace = 'app' AND handler_name = '{name}'"
     )
 
 
-async def test_an_older_version_is_known_by_its_announcement_and_for_a_while_after(store: Shared) -> None:
+async def test_an_older_version_is_detected_by_its_recent_announcement(store: Shared) -> None:
     await store.subscribe("ledger", aliases=("books",))
     await store.subscribe("mail")
     await store.subscribe("ledger", aliases=("books",))
-    older = store.partitions.names_of_older
+    older = store.partitions.names_of_older_versions
     assert await older("app", LONG_AGO) == set(), "this version is not older"
 
     await announce_as_older(store, "ledger", "2030-01-01 12:00:30")
     half = NOW + timedelta(seconds=30)
     assert await older("app", NOW) == {"ledger", "books"}
     assert await older("app", half) == set()
-    assert await older("stranger", LONG_AGO) == set()
+    assert await older("other", LONG_AGO) == set()
 
     for seconds in (60, 120):  # this version announces again, twice: the evidence stays
         await store.subscribe("ledger", aliases=("books",), now=NOW + timedelta(seconds=seconds))
@@ -643,23 +639,23 @@ async def test_an_older_version_is_known_by_its_announcement_and_for_a_while_aft
         assert await older("app", half) == set()
 
 
-async def test_a_handler_that_only_an_older_version_has_announced_is_known(store: Shared) -> None:
+async def test_a_handler_announced_only_by_an_older_version_is_known(store: Shared) -> None:
     await store.subscribe("ledger")
     await store.look.fetch("UPDATE {subscriptions} SET partitioned_seen_date = NULL")
-    assert await store.partitions.names_of_older("app", LONG_AGO) == {"ledger"}
+    assert await store.partitions.names_of_older_versions("app", LONG_AGO) == {"ledger"}
 
     await store.subscribe("ledger")
 
-    assert await store.partitions.names_of_older("app", LONG_AGO) == {"ledger"}
-    assert await store.partitions.names_of_older("app", NOW) == set()
+    assert await store.partitions.names_of_older_versions("app", LONG_AGO) == {"ledger"}
+    assert await store.partitions.names_of_older_versions("app", NOW) == set()
 
 
-async def test_a_process_is_seen_until_it_leaves(store: Shared, stranger: Shared) -> None:
+async def test_a_process_is_seen_until_it_leaves(store: Shared, other_service: Shared) -> None:
     partitions = store.partitions
     one, two = Instance("host/1", ("ledger", "it's mail"), NOW), Instance("host/2", ("ledger",), LATER)
     await partitions.seen("app", one)
     await partitions.seen("app", two)
-    await stranger.partitions.seen("stranger", one)
+    await other_service.partitions.seen("other", one)
 
     async def seen(since: Any) -> list[Instance]:
         return sorted((await partitions.view("app", since, [])).instances, key=lambda instance: instance.instance)
@@ -674,24 +670,22 @@ async def test_a_process_is_seen_until_it_leaves(store: Shared, stranger: Shared
     await partitions.leave("app", "nobody")
     assert await seen(LONG_AGO) == [again]
     await partitions.seen("app", two)
-    assert await seen(LONG_AGO) == [again, two], "a process that was thought dead is alive"
+    assert await seen(LONG_AGO) == [again, two], "a process that was considered dead is alive"
 
 
-async def test_the_view_has_the_leases_that_were_asked_for(store: Shared) -> None:
+async def test_the_view_has_the_requested_leases(store: Shared) -> None:
     held = await store.lease("ledger", 3, term=5)
-    given_back = await store.lease("ledger", 4)
+    released = await store.lease("ledger", 4)
     await store.lease("ledger", 5)
-    await store.look.fetch(f"UPDATE {{leases}} SET released_term = 1 WHERE name = '{given_back.name}'")
+    await store.look.fetch(f"UPDATE {{leases}} SET released_term = 1 WHERE name = '{released.name}'")
 
-    view = await store.partitions.view("app", LONG_AGO, [held.name, given_back.name, "app/dispatch/ledger/9"])
+    view = await store.partitions.view("app", LONG_AGO, [held.name, released.name, "app/dispatch/ledger/9"])
 
-    assert view == ClusterView([], {held.name: SeenLease("me", 5, 0), given_back.name: SeenLease("me", 1, 1)})
-    assert [view.leases[name].is_given_back for name in (held.name, given_back.name)] == [False, True]
+    assert view == ClusterView([], {held.name: SeenLease("me", 5, 0), released.name: SeenLease("me", 1, 1)})
+    assert [view.leases[name].is_released for name in (held.name, released.name)] == [False, True]
 
 
-async def test_the_view_says_which_owners_have_ever_written_a_row_and_have_not_gone(
-    store: Shared, stranger: Shared
-) -> None:
+async def test_the_view_marks_owners_with_an_instance_row(store: Shared, other_service: Shared) -> None:
     name = (await store.lease("ledger", 0)).name
 
     async def is_of_instance() -> bool:
@@ -700,7 +694,7 @@ async def test_the_view_says_which_owners_have_ever_written_a_row_and_have_not_g
         return view.leases[name].is_of_instance
 
     assert not await is_of_instance()
-    await stranger.partitions.seen("stranger", Instance("me", ("ledger",), LONG_AGO))
+    await other_service.partitions.seen("other", Instance("me", ("ledger",), LONG_AGO))
     assert not await is_of_instance()
     await store.partitions.seen("app", Instance("me", (), LONG_AGO))
     assert await is_of_instance()
@@ -711,37 +705,37 @@ async def test_the_view_says_which_owners_have_ever_written_a_row_and_have_not_g
 # --- moving a backlog ----------------------------------------------------------------------------
 
 
-async def rehome(
-    store: Shared, slot: Slot, *, after: Any = BEGINNING, limit: int = 1000, besides: Sequence[UUID] = ()
-) -> Rehomed:
-    return await store.partitions.rehome("app", await store.held(slot), after, limit, besides, NOW)
+async def rehash(
+    store: Shared, slot: Slot, *, after: Any = FIRST_POSITION, limit: int = 1000, besides: Sequence[UUID] = ()
+) -> RehashResult:
+    return await store.partitions.rehash("app", await store.held(slot), after, limit, besides, NOW)
 
 
-async def test_a_backlog_moves_piece_by_piece_to_the_partitions_to_which_it_belongs(moved: Shared) -> None:
+async def test_a_backlog_moves_to_its_partitions_chunk_by_chunk(moved: Shared) -> None:
     home = await moved.numbers("new ledger")
     before = {row.id: row.updated_date for row in await moved.rows("ledger")}
-    position, pieces, number = BEGINNING, 0, 0
+    position, chunks, number = FIRST_POSITION, 0, 0
     while True:
-        piece = await rehome(moved, Slot("ledger"), after=position, limit=7)
-        pieces, number = pieces + 1, number + piece.moved
-        if piece.position is None:
+        chunk = await rehash(moved, Slot("ledger"), after=position, limit=7)
+        chunks, number = chunks + 1, number + chunk.moved
+        if chunk.position is None:
             break
-        position = piece.position
+        position = chunk.position
 
-    assert (pieces, number) == (6, sum(partition != 0 for partition in home.values()))
+    assert (chunks, number) == (6, sum(partition != 0 for partition in home.values()))
     await assert_at_home(moved, "ledger")
     assert {row.id: row.updated_date for row in await moved.rows("ledger")} == before, "no run has ended"
     assert set((await moved.numbers("mail")).values()) == {0}, "the rows of another handler stay"
-    assert await rehome(moved, Slot("ledger")) == Rehomed(0, None)
-    assert await rehome(moved, Slot("ledger", 16)) == Rehomed(0, None)
+    assert await rehash(moved, Slot("ledger")) == RehashResult(0, None)
+    assert await rehash(moved, Slot("ledger", 16)) == RehashResult(0, None)
 
 
-async def test_a_piece_says_how_far_it_has_read(moved: Shared) -> None:
+async def test_a_chunk_returns_its_position(moved: Shared) -> None:
     rows = await moved.rows("ledger")
-    assert (await rehome(moved, Slot("ledger"), limit=5)).position == (rows[4].next_retry_at, rows[4].sequence)
+    assert (await rehash(moved, Slot("ledger"), limit=5)).position == (rows[4].next_retry_at, rows[4].sequence)
     behind = (rows[30].next_retry_at, rows[30].sequence)
 
-    await rehome(moved, Slot("ledger"), after=behind)
+    await rehash(moved, Slot("ledger"), after=behind)
 
     numbers, home = await moved.numbers("ledger"), await moved.numbers("new ledger")
     assert {label for label, number in numbers.items() if number != home[label]} == {
@@ -749,11 +743,11 @@ async def test_a_piece_says_how_far_it_has_read(moved: Shared) -> None:
     }
 
 
-async def test_rows_in_flight_stay(moved: Shared) -> None:
+async def test_rows_in_flight_are_not_moved(moved: Shared) -> None:
     home = await moved.numbers("new ledger")
     staying = [row for row in await moved.rows("ledger") if home[int(row.model_id or 0)] != 0][:10]
 
-    await rehome(moved, Slot("ledger"), besides=[row.id for row in staying])
+    await rehash(moved, Slot("ledger"), besides=[row.id for row in staying])
 
     rows = await moved.rows("ledger")
     assert {row.id for row in rows if row.partition_number != home[int(row.model_id or 0)]} == {
@@ -774,32 +768,32 @@ async def test_only_due_rows_of_the_slot_move(moved: Shared) -> None:
     wrong = next(p for p in range(1, 16) if p != home[int(elsewhere.model_id or 0)])
     await moved.look.fetch(f"UPDATE {{event_notifications}} SET partition_number = {wrong} WHERE id = '{elsewhere.id}'")
 
-    await rehome(moved, Slot("ledger"))
+    await rehash(moved, Slot("ledger"))
 
     stayed = {row.id for row in await moved.rows("ledger") if row.partition_number != home[int(row.model_id or 0)]}
     assert stayed == {row.id for row in rows[2:9]}
-    assert (await rehome(moved, Slot("ledger", wrong))).moved == 1
+    assert (await rehash(moved, Slot("ledger", wrong))).moved == 1
 
 
-async def test_no_row_moves_under_a_term_that_is_over(moved: Shared) -> None:
+async def test_no_row_moves_under_an_expired_term(moved: Shared) -> None:
     lease = await moved.held(Slot("ledger"))
     await moved.look.fetch("UPDATE {leases} SET term = term + 1")
-    piece = partial(moved.partitions.rehome, "app", after=BEGINNING, limit=1000, besides=(), now=NOW)
+    move = partial(moved.partitions.rehash, "app", after=FIRST_POSITION, limit=1000, besides=(), now=NOW)
 
-    assert (await piece(lease=lease)).moved == 0
-    assert (await piece(lease=Lease("app/dispatch/nobody", "ledger", lease.term))).moved == 0
+    assert (await move(lease=lease)).moved == 0
+    assert (await move(lease=Lease("app/dispatch/nobody", "ledger", lease.term))).moved == 0
     assert set((await moved.numbers("ledger")).values()) == {0}
 
-    assert (await piece(lease=await moved.held(Slot("ledger")))).moved > 0
+    assert (await move(lease=await moved.held(Slot("ledger")))).moved > 0
     await assert_at_home(moved, "ledger")
 
 
-async def test_moving_rows_waits_for_a_new_holder_and_moves_nothing_afterwards(moved: Shared, server_url: str) -> None:
+async def test_moving_rows_waits_for_a_new_holder_and_then_stops(moved: Shared, server_url: str) -> None:
     lease = await moved.held(Slot("ledger"))
     raise_term = moved.look.named(f"UPDATE {{leases}} SET term = term + 1 WHERE name = '{lease.name}'")
     async with in_transaction(server_url, raise_term):
-        frozen = asyncio.create_task(moved.partitions.rehome("app", lease, BEGINNING, 1000, (), NOW))
-        await eventually(lambda: acts_on(server_url).held_up("partition_number"))
+        frozen = asyncio.create_task(moved.partitions.rehash("app", lease, FIRST_POSITION, 1000, (), NOW))
+        await eventually(lambda: actions_on(server_url).blocked_sessions("partition_number"))
         assert not frozen.done()
 
     assert (await frozen).moved == 0
@@ -822,14 +816,14 @@ async def in_transaction(url: str, statement: str) -> AsyncIterator[None]:
         yield
 
 
-# --- handing rows over ---------------------------------------------------------------------------
+# --- transferring rows ---------------------------------------------------------------------------
 
 
 async def transfer(store: Shared, lease: Lease, rows: Sequence[NotificationRecord], target: int) -> int:
     return await store.partitions.transfer("app", lease, [row.id for row in rows], target)
 
 
-async def test_ready_rows_of_a_slot_move_into_a_given_partition(moved: Shared) -> None:
+async def test_ready_rows_of_a_slot_move_into_a_chosen_partition(moved: Shared) -> None:
     lease, rows = await moved.held(Slot("mail")), await moved.rows("mail")
     before = {row.id: row.updated_date for row in rows}
     elsewhere, *given = rows[:8]
@@ -842,12 +836,12 @@ async def test_ready_rows_of_a_slot_move_into_a_given_partition(moved: Shared) -
 
     places = {row.id: row.partition_number for row in await moved.rows("mail")}
     assert {id for id, place in places.items() if place == 5} == {given[0].id, given[6].id}
-    assert places[elsewhere.id] == 9, "the row is of another slot meanwhile"
+    assert places[elsewhere.id] == 9, "the row belongs to another slot by now"
     assert {row.id: row.updated_date for row in await moved.rows("mail")} == before, "no run has ended"
     assert set((await moved.numbers("ledger")).values()) == {0}
 
 
-async def test_no_row_is_handed_over_under_a_term_that_is_over(moved: Shared) -> None:
+async def test_no_row_is_transferred_under_an_expired_term(moved: Shared) -> None:
     lease, rows = await moved.held(Slot("mail")), await moved.rows("mail")
     await moved.look.fetch("UPDATE {leases} SET term = term + 1")
 
@@ -856,7 +850,7 @@ async def test_no_row_is_handed_over_under_a_term_that_is_over(moved: Shared) ->
     assert await transfer(moved, await moved.held(Slot("mail")), rows, 5) == len(rows)
 
 
-async def test_no_row_is_handed_over_into_a_partition_that_may_be_given_up(moved: Shared) -> None:
+async def test_no_row_is_transferred_into_a_partition_being_removed(moved: Shared) -> None:
     lease, rows = await moved.held(Slot("mail")), await moved.rows("mail")
     await moved.set_number("mail", 5)
 
@@ -864,22 +858,22 @@ async def test_no_row_is_handed_over_into_a_partition_that_may_be_given_up(moved
     assert await transfer(moved, lease, rows, 4) == len(rows)
 
 
-async def test_handing_over_waits_for_a_new_holder_and_moves_nothing_afterwards(moved: Shared, server_url: str) -> None:
+async def test_a_transfer_waits_for_a_new_holder_and_then_stops(moved: Shared, server_url: str) -> None:
     lease, rows = await moved.held(Slot("mail")), await moved.rows("mail")
     raise_term = moved.look.named(f"UPDATE {{leases}} SET term = term + 1 WHERE name = '{lease.name}'")
     async with in_transaction(server_url, raise_term):
         frozen = asyncio.create_task(transfer(moved, lease, rows, 5))
-        await eventually(lambda: acts_on(server_url).held_up("partition_number"))
+        await eventually(lambda: actions_on(server_url).blocked_sessions("partition_number"))
         assert not frozen.done()
 
     assert await frozen == 0
 
 
-async def test_partitions_beyond_a_smaller_number_are_emptied(spread: Shared) -> None:
+async def test_surplus_partitions_are_emptied(spread: Shared) -> None:
     await spread.set_number("ledger", 2)
 
     for partition in range(4):
-        await rehome(spread, Slot("ledger", partition))
+        await rehash(spread, Slot("ledger", partition))
 
     assert set((await spread.numbers("ledger")).values()) == {0, 1}
     assert await spread.partitions.shrink("app", LATER) == 1

@@ -1,4 +1,4 @@
-"""Several processes run one handler: in order per key, within the limit of the cluster, while slots move."""
+"""Several processes run one handler: in order per key and within the cluster limit, while slots move."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def slots_of(outbox: Outbox) -> set[int]:
 
 
 @pytest.mark.real_time("keeps a load up for seconds, and measures waits")
-async def test_ordered_rows_keep_their_order_while_the_number_of_partitions_changes(make_outbox: MakeOutbox) -> None:
+async def test_ordered_rows_keep_their_order_while_partitions_change(make_outbox: MakeOutbox) -> None:
     keys, fleet, post = [f"key {number}" for number in range(60)], Fleet(lasts=0.003), 0
     amounts = dict.fromkeys(keys, 0)
     first, second = await processes(make_outbox, fleet, 2, ordered=True, partitions=4)
@@ -107,10 +107,10 @@ async def test_ordered_rows_keep_their_order_while_the_number_of_partitions_chan
         await eventually(lambda: len(slots_of(first) | slots_of(second)) >= 8)
     assert {key: fleet.amounts[key] for key in keys} == {key: list(range(amounts[key])) for key in keys}
     assert (fleet.overlaps, len(fleet.by_process)) == (0, 2)
-    assert max(fleet.waits) < 10, "no row waits for somebody to find it"
+    assert max(fleet.waits) < 10, "no row waits to be found"
 
 
-async def test_the_runs_of_all_processes_stay_within_the_limit_of_the_cluster(make_outbox: MakeOutbox) -> None:
+async def test_runs_of_all_processes_stay_within_the_cluster_limit(make_outbox: MakeOutbox) -> None:
     fleet = Fleet(lasts=0.02)
     settings = Settings(lock_heartbeat="1s")
     first, second, third = await processes(make_outbox, fleet, 3, partitions=6, total_concurrency=7, settings=settings)
@@ -132,9 +132,7 @@ async def test_the_runs_of_all_processes_stay_within_the_limit_of_the_cluster(ma
 
 
 @pytest.mark.parametrize("ordered", [False, True])
-async def test_a_handler_without_an_option_is_shared_when_its_rows_wait(
-    make_outbox: MakeOutbox, *, ordered: bool
-) -> None:
+async def test_a_handler_is_shared_automatically_when_its_rows_wait(make_outbox: MakeOutbox, *, ordered: bool) -> None:
     fleet, keys = Fleet(lasts=0.02), [f"key {number}" for number in range(50)]
     settings = Settings(spread_after="1s")
     first, second = await processes(make_outbox, fleet, 2, settings=settings, concurrency=4, ordered=ordered)
@@ -152,9 +150,7 @@ async def test_a_handler_without_an_option_is_shared_when_its_rows_wait(
         assert all(amounts == list(range(40)) for amounts in fleet.amounts.values())
 
 
-async def test_a_backlog_is_moved_to_the_partitions_that_its_rows_belong_to(
-    make_outbox: MakeOutbox, look: Look
-) -> None:
+async def test_a_backlog_is_moved_to_its_partitions(make_outbox: MakeOutbox, look: Look) -> None:
     fleet = Fleet()
     first, second = await processes(make_outbox, fleet, 2)
     await first.admin.pause("score")
@@ -177,8 +173,8 @@ async def test_a_backlog_is_moved_to_the_partitions_that_its_rows_belong_to(
     assert len(fleet.by_process) == 2
 
 
-@pytest.mark.not_on("mysql", "mariadb", why="processes ask for rows by wake-ups between processes")
-async def test_a_process_with_free_runs_is_handed_the_rows_that_wait_for_a_long_run(make_outbox: MakeOutbox) -> None:
+@pytest.mark.not_on("mysql", "mariadb", why="processes request rows by wake-ups between processes")
+async def test_a_free_process_takes_rows_that_wait_behind_a_run(make_outbox: MakeOutbox) -> None:
     runs, is_open = list[tuple[str, int]](), asyncio.Event()
     first, second = [await make_outbox() for _ in range(2)]
 
@@ -202,9 +198,9 @@ async def test_a_process_with_free_runs_is_handed_the_rows_that_wait_for_a_long_
     assert sorted(amount for _, amount in runs) == list(range(40)), "each row is run once"
 
 
-@pytest.mark.real_time("waits until the process reads no more often than at rest")
+@pytest.mark.real_time("waits until the process reads only as often as when idle")
 async def test_a_single_process_with_many_partitions_is_handed_fresh_rows(make_outbox: MakeOutbox) -> None:
-    """So the idle latency is the same as with one partition."""
+    """The idle latency is therefore the same as with one partition."""
     outbox, journal = await make_outbox(settings=Settings(handling_poll_delay="1h", fanout_poll_delay="1h")), Journal()
     outbox.handler(MoneyDeposited, name="score", partitions=16)(journal)
     found = list[int]()
@@ -231,7 +227,7 @@ async def all_are_settled(outbox: Outbox, number: int) -> bool:
     return (await outbox.admin.counts())["SUCCEEDED"] == number
 
 
-async def test_a_halted_slot_gives_back_its_rows_and_another_process_runs_them(make_outbox: MakeOutbox) -> None:
+async def test_rows_of_a_halted_slot_run_in_another_process(make_outbox: MakeOutbox) -> None:
     fleet, posted = Fleet(lasts=0.01), 0
     first, second = await processes(make_outbox, fleet, 2, partitions=2, concurrency=2)
 

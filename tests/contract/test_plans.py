@@ -1,7 +1,7 @@
-"""A poll costs what it finds, whatever else lies in the tables and whatever the planner believes.
+"""The cost of a poll depends on the rows found, whatever the tables contain and the planner estimates.
 
-The plans are those of the loops' own statements on a loop's own settings, as generic plans, with the rows and buffers
-that they really touched.
+The plans are those of the loops' own statements with a loop's settings, as generic plans, with the rows and buffers
+actually used.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import asyncpg
 import pytest
 
 from outboxio import Outbox
-from outboxio.model.lock_name import MOST_PARTITIONS
-from outboxio.model.notification import BEGINNING, Position
+from outboxio.model.lock_name import MAX_PARTITIONS
+from outboxio.model.notification import FIRST_POSITION, Position
 from outboxio.storage.postgres.connection import LOOP_SETTINGS, applying
 from outboxio.storage.postgres.events import ANY_UNDELIVERED, FAN_OUT, FAN_OUT_PLAIN, id_head
 from outboxio.storage.postgres.notifications import FIND_DUE, SETTLE, SETTLE_WITH_DETAILS
@@ -48,7 +48,7 @@ from outboxio.storage.tables.ordering import (
     POSTPONE,
     RELEASE,
 )
-from outboxio.storage.tables.partitions import FIND_MISPLACED, REHOME
+from outboxio.storage.tables.partitions import FIND_MISPLACED, REHASH
 from outboxio.storage.tables.retention import (
     FIND_EVENTS,
     FIND_NOTIFICATIONS,
@@ -66,7 +66,7 @@ LONG_AGO = NOW - timedelta(days=365)
 TYPES = 8
 BATCH = 1000
 
-#: How many of what lies beside: with ``OUTBOXIO_TEST_FULL_SIZE=1`` half a million rows.
+#: The number of unrelated rows: half a million with ``OUTBOXIO_TEST_FULL_SIZE=1``.
 PARTS = 1 if FULL else 10
 
 EVENTS = """
@@ -86,8 +86,8 @@ SELECT gen_random_uuid(), gen_random_uuid(), $1, $2, gen_random_uuid(), 'Deposit
 FROM generate_series(1, $5::int) AS i
 """
 
-#: Of two keys in turn, or of none.
-LINE = """
+#: Rows of two keys in turn, or without a key.
+ROWS_WITH_KEYS = """
 INSERT INTO eventlog.event_notifications (id, event_id, handler_name, namespace, action_id, action_name, action_params,
   started_date, completion_date, model_id, model_type, event_type, payload, event_date, state, attempts, next_retry_at,
   created_date, updated_date, sequence, retention_from, ordering_key)
@@ -103,7 +103,7 @@ INSERT INTO eventlog.subscriptions SELECT 'app', $1, 'T' || i, '', '[]', 0, FALS
 
 @asynccontextmanager
 async def loop_connection(url: str) -> AsyncIterator[Any]:
-    """A connection as the loops have theirs, on a database with our tables that no autovacuum analyses."""
+    """A connection like those of the loops, on a database with outboxio's tables and without autovacuum."""
     async with Outbox(url, namespace="app") as outbox:
         await outbox.migrate()
     connection = await asyncpg.connect(url)
@@ -117,11 +117,11 @@ async def loop_connection(url: str) -> AsyncIterator[Any]:
 
 
 class Plan:
-    """The rows and pages that an execution of a statement touched."""
+    """The rows and pages touched by an execution of a statement."""
 
     def __init__(self, root: dict[str, Any]) -> None:
         self.nodes = list(_nodes(root))
-        # What inserting costs grows with the height of the indexes; what finding costs must not grow at all.
+        # The cost of an insert grows with the height of the indexes; the cost of finding rows must not grow.
         finding = next((node for node in self.nodes if _finds(node, root)), root)
         self.buffers: int = finding["Shared Hit Blocks"] + finding["Shared Read Blocks"]
         self.rows_read = sum(
@@ -145,7 +145,7 @@ def _finds(node: dict[str, Any], root: dict[str, Any]) -> bool:
 
 
 async def prepare(connection: Any, name: str, statement: str) -> None:
-    """Have the generic plan made now, for the tables as they are now."""
+    """Create the generic plan now, for the current state of the tables."""
     await connection.execute(f"PREPARE {name} AS {statement}")
 
 
@@ -166,7 +166,7 @@ def each(values: Iterable[Mapping[str, Any]]) -> str:
     return json.dumps(list(values))
 
 
-EVERY_PARTITION = each({"partition": number} for number in range(MOST_PARTITIONS))
+EVERY_PARTITION = each({"partition": number} for number in range(MAX_PARTITIONS))
 
 
 def _literal(value: Any) -> str:
@@ -191,13 +191,15 @@ async def fan_out(connection: Any, prepared: str, *closed: int) -> Plan:
 
 async def find_due(connection: Any, prepared: str, names: Sequence[str]) -> Plan:
     number = len(names)
-    positions = [BEGINNING[0]] * number, [BEGINNING[1]] * number
+    positions = [FIRST_POSITION[0]] * number, [FIRST_POSITION[1]] * number
     limits = [BATCH // number] * number
     return await explain(connection, prepared, "app", NOW, list(names), [0] * number, limits, *positions)
 
 
-async def in_every_belief(connection: Any, statement: str, fill: Callable[[], Awaitable[None]]) -> AsyncIterator[str]:
-    """The statement planned for empty tables, then for full tables without statistics, then with fresh statistics."""
+async def with_all_statistics(
+    connection: Any, statement: str, fill: Callable[[], Awaitable[None]]
+) -> AsyncIterator[str]:
+    """The statement planned for empty tables, then for full tables without statistics, then with current statistics."""
     await fill()
     yield "planned_when_empty"
     await prepare(connection, "planned_without_statistics", statement)
@@ -208,14 +210,14 @@ async def in_every_belief(connection: Any, statement: str, fill: Callable[[], Aw
 
 
 def assert_flat(small: Plan, large: Plan, what: str) -> None:
-    """A poll in a large table reads the same rows as in a small table, and no more of the index above them."""
+    """A poll of a large table reads the same rows as of a small table, and no more of the index above them."""
     assert not large.table_scans, f"{what} scans {large.table_scans}"
     assert large.rows_read <= small.rows_read * 1.1 + 10, f"{what} reads {large.rows_read} rows"
     assert large.buffers <= small.buffers * 1.3 + 50, f"{what} touches {large.buffers} buffers"
 
 
 @pytest.mark.parametrize("statement", [FAN_OUT, FAN_OUT_PLAIN], ids=["any", "plain"])
-async def test_fan_out_reads_one_batch_whatever_the_backlog(postgres_url: str, statement: str) -> None:
+async def test_fan_out_reads_one_batch_for_any_backlog(postgres_url: str, statement: str) -> None:
     closed = [0] * (statement == FAN_OUT)
     async with loop_connection(postgres_url) as connection:
         await prepare(connection, "planned_when_empty", statement)
@@ -232,7 +234,7 @@ async def test_fan_out_reads_one_batch_whatever_the_backlog(postgres_url: str, s
             await connection.execute(EVENTS, "another", LONG_AGO, "T", TYPES, 50_000 // PARTS, False)
             await connection.execute(NOTIFICATIONS, "h", "app", LONG_AGO, "SUCCEEDED", 200_000 // PARTS)
 
-        async for prepared in in_every_belief(connection, statement, fill):
+        async for prepared in with_all_statistics(connection, statement, fill):
             large = await fan_out(connection, prepared, *closed)
             assert "events_undelivered" in large.indexes
             assert_flat(small, large, f"fan-out {prepared}")
@@ -250,7 +252,7 @@ async def test_fan_out_reads_one_batch_whatever_the_backlog(postgres_url: str, s
         assert not counted.sorts
 
 
-async def test_finding_due_rows_reads_one_batch_whatever_lies_beside_them(postgres_url: str) -> None:
+async def test_finding_due_rows_reads_one_batch_among_any_others(postgres_url: str) -> None:
     async with loop_connection(postgres_url) as connection:
         await prepare(connection, "planned_when_empty", FIND_DUE)
         await prepare(connection, "any_due", on_postgres(ANY_DUE))
@@ -266,7 +268,7 @@ async def test_finding_due_rows_reads_one_batch_whatever_lies_beside_them(postgr
             await connection.execute(NOTIFICATIONS, "without-a-slot", "app", before, "PENDING", 300_000 // PARTS)
             await connection.execute(NOTIFICATIONS, "quick", "another", LONG_AGO, "PENDING", 20_000)
 
-        async for prepared in in_every_belief(connection, FIND_DUE, fill):
+        async for prepared in with_all_statistics(connection, FIND_DUE, fill):
             large = await find_due(connection, prepared, ["quick", "other"])
             assert "event_notifications_partition" in large.indexes
             assert not large.sorts, "the index has the rows in order"
@@ -297,17 +299,17 @@ FROM generate_series(1, $4::int) AS i
 
 
 class Polls:
-    """The statements that read a handler by its partitions, for a number of partitions."""
+    """The statements that read a handler by partition, for a number of partitions."""
 
     def __init__(self, number: int) -> None:
         self.size, self.all, self.last = BATCH // number, list(range(number)), number - 1
 
     def __iter__(self) -> Iterator[tuple[str, str, Sequence[Any], int]]:
         """A name, the statement, the arguments, and the number of rows to read at most."""
-        yield "all partitions", FIND_DUE, self._find(self.all, BEGINNING), self.size * len(self.all)
-        yield "one partition", FIND_DUE, self._find([self.last], BEGINNING), self.size
+        yield "all partitions", FIND_DUE, self._find(self.all, FIRST_POSITION), self.size * len(self.all)
+        yield "one partition", FIND_DUE, self._find([self.last], FIRST_POSITION), self.size
         yield "behind a position", FIND_DUE, self._find([self.last], (LONG_AGO, 200)), self.size
-        yield "a piece of a backlog", on_postgres(FIND_MISPLACED), self._misplaced(), 50
+        yield "a chunk of a backlog", on_postgres(FIND_MISPLACED), self._misplaced(), 50
         slots = [{"handler_name": "shared", "partition": number} for number in self.all]
         yield "whether a row is due", on_postgres(ANY_DUE), [each(slots), "app", NOW], len(self.all)
         yield "whether none is due", on_postgres(ANY_DUE), [each(slots[-1:]), "app", LONG_AGO - timedelta(1)], 0
@@ -330,31 +332,33 @@ class Polls:
 
 @pytest.mark.parametrize("has_older_index", [False, True], ids=["contracted", "with-the-older-index"])
 @pytest.mark.parametrize("number", [1, 16, 64])
-async def test_a_partition_costs_the_rows_that_are_read_and_no_row_of_another_partition(
+async def test_a_partition_read_touches_no_row_of_another_partition(
     postgres_url: str, number: int, has_older_index: bool
 ) -> None:
-    """Whatever the planner believes of the table. ANALYZE and TRUNCATE have each statement planned again."""
-    polls, sorting = list(Polls(number)), {"the oldest row"}  # sorted is what was read
+    """With any planner statistics. ANALYZE and TRUNCATE make each statement be planned again."""
+    polls, sorting = list(Polls(number)), {"the oldest row"}  # only the rows read are sorted
     async with loop_connection(postgres_url) as connection:
         if has_older_index:
             await connection.execute(OLDER_INDEX)
         counts = "INSERT INTO eventlog.handler_partitions VALUES ('app', 'shared', $1, $1, $1, $2)"
         await connection.execute(counts, number, NOW)
 
-        async def plan(belief: str) -> None:
+        async def plan(statistics: str) -> None:
             for place, (_, statement, _, _) in enumerate(polls):
-                await prepare(connection, f"{belief}_{place}", statement)
+                await prepare(connection, f"{statistics}_{place}", statement)
 
         async def fill(rows: int) -> None:
             await connection.execute(SPREAD, LONG_AGO, "PENDING", number, rows)
             await connection.execute(SPREAD, LONG_AGO, "SUCCEEDED", number, rows)
 
-        async def look(belief: str) -> None:
+        async def look(statistics: str) -> None:
             for place, (what, _, arguments, most) in enumerate(polls):
-                found = await explain(connection, f"{belief}_{place}", *arguments)
-                assert found.rows_read <= most, f"{what}, planned {belief}: {found.rows_read} rows of {found.indexes}"
-                assert not found.table_scans, f"{what}, planned {belief}"
-                assert not found.sorts or what in sorting, f"{what}, planned {belief}"
+                found = await explain(connection, f"{statistics}_{place}", *arguments)
+                assert found.rows_read <= most, (
+                    f"{what}, planned {statistics}: {found.rows_read} rows of {found.indexes}"
+                )
+                assert not found.table_scans, f"{what}, planned {statistics}"
+                assert not found.sorts or what in sorting, f"{what}, planned {statistics}"
 
         await plan("when_empty")
         await fill(100_000 // PARTS)
@@ -382,7 +386,7 @@ async def test_settling_reaches_rows_by_their_primary_key(postgres_url: str, sta
         async def fill() -> None:
             await connection.execute(NOTIFICATIONS, "h", "app", LONG_AGO, "PENDING", 50_000)
 
-        async for prepared in in_every_belief(connection, statement, fill):
+        async for prepared in with_all_statistics(connection, statement, fill):
             rows = await connection.fetch("SELECT id FROM eventlog.event_notifications LIMIT 500")
             ids = [str(row["id"]) for row in rows]
             leases = ["app/dispatch/h"], ["h/0"], [1]
@@ -393,11 +397,11 @@ async def test_settling_reaches_rows_by_their_primary_key(postgres_url: str, sta
             assert not plan.table_scans
 
 
-# --- lines -----------------------------------------------------------------------------------------------
+# --- key queues ------------------------------------------------------------------------------------------
 
 NIL = "00000000-0000-0000-0000-000000000000"
 ABSENT = each([{"name": "old"}, {"name": "nobody"}])
-LINES: dict[str, tuple[str, Sequence[Any], str]] = {
+KEY_QUEUES: dict[str, tuple[str, Sequence[Any], str]] = {
     "a head": (FIND_HEADS, ["app", ["ledger"], ["blocked0"], True], "line"),
     "heads under two names": (FIND_HEADS, ["app", ["ledger", "old"], ["blocked0", "blocked1"], False], "line"),
     "the first keys": (on_postgres(FIRST_HEADS), ["app", "ledger", "", True, 3], "line"),
@@ -408,10 +412,10 @@ LINES: dict[str, tuple[str, Sequence[Any], str]] = {
         [each([{"name": "plain"}, {"name": "ledger"}]), "app", 5, 10],
         "line",
     ),
-    "due rows": (FIND_DUE, ["app", NOW, ["ledger"], [0], [10], [BEGINNING[0]], [BEGINNING[1]]], "partition"),
+    "due rows": (FIND_DUE, ["app", NOW, ["ledger"], [0], [10], [FIRST_POSITION[0]], [FIRST_POSITION[1]]], "partition"),
     "resuming": (on_postgres(FIND_PARKING), [each([{"name": "ledger"}]), "app", "dead1"], "parked"),
     "unfinished names": (on_postgres(UNFINISHED_NAMES), ["app"], "line"),
-    "counting what waits of a name beside it": (on_postgres(COUNT_UNFINISHED), [ABSENT, "app"], "line"),
+    "counting waiting rows of a neighbouring name": (on_postgres(COUNT_UNFINISHED), [ABSENT, "app"], "line"),
     "the oldest that waits": (on_postgres(OLDEST_UNFINISHED), [EVERY_PARTITION, "app", "ledger"], "partition"),
     "expiring a few": (on_postgres(FIND_EXPIRED), [each([{"name": "ledger"}]), "app", NOW, 10], "line"),
     "expiring blocked rows": (on_postgres(FIND_EXPIRED), [each([{"name": "plain"}]), "app", NOW, 10], "line"),
@@ -420,38 +424,36 @@ LINES: dict[str, tuple[str, Sequence[Any], str]] = {
 }
 
 
-async def fill_line(connection: Any, blocked: int, others: int, dead: int) -> None:
-    """So many blocked rows of two keys, and further rows of both keys and of no key; a few due rows; dead rows of
-    further keys.
-    """
-    await connection.execute(LINE, "ledger", LONG_AGO, "BLOCKED", "blocked", blocked)
-    await connection.execute(LINE, "ledger", LONG_AGO, "SUCCEEDED", "blocked", others)
-    await connection.execute(LINE, "ledger", LONG_AGO, "DEAD", "blocked", others)
-    await connection.execute(LINE, "plain", LONG_AGO, "BLOCKED", None, others)
-    await connection.execute(LINE, "ledger", LONG_AGO, "PENDING", "pending", 4)
-    await connection.execute(LINE, "ledger", LONG_AGO, "EXPIRED", "dead", dead)
+async def fill_key_queues(connection: Any, blocked: int, others: int, dead: int) -> None:
+    """Blocked rows of two keys, more rows of both keys and of no key; a few due rows; dead rows of other keys."""
+    await connection.execute(ROWS_WITH_KEYS, "ledger", LONG_AGO, "BLOCKED", "blocked", blocked)
+    await connection.execute(ROWS_WITH_KEYS, "ledger", LONG_AGO, "SUCCEEDED", "blocked", others)
+    await connection.execute(ROWS_WITH_KEYS, "ledger", LONG_AGO, "DEAD", "blocked", others)
+    await connection.execute(ROWS_WITH_KEYS, "plain", LONG_AGO, "BLOCKED", None, others)
+    await connection.execute(ROWS_WITH_KEYS, "ledger", LONG_AGO, "PENDING", "pending", 4)
+    await connection.execute(ROWS_WITH_KEYS, "ledger", LONG_AGO, "EXPIRED", "dead", dead)
 
 
-async def test_a_long_line_costs_no_more_than_a_short_one(postgres_url: str) -> None:
+async def test_a_long_key_queue_costs_no_more_than_a_short_one(postgres_url: str) -> None:
     async with loop_connection(postgres_url) as connection:
-        await fill_line(connection, 20, others=20, dead=4)
-        for number, (statement, _, _) in enumerate(LINES.values()):
+        await fill_key_queues(connection, 20, others=20, dead=4)
+        for number, (statement, _, _) in enumerate(KEY_QUEUES.values()):
             await prepare(connection, f"when_small_{number}", statement)
         small = [
             await explain(connection, f"when_small_{number}", *arguments)
-            for number, (_, arguments, _) in enumerate(LINES.values())
+            for number, (_, arguments, _) in enumerate(KEY_QUEUES.values())
         ]
 
-        await fill_line(connection, 100_000, others=20_000, dead=0)
-        for belief in ("when_small", "without_statistics", "with_statistics"):
-            if belief == "with_statistics":
+        await fill_key_queues(connection, 100_000, others=20_000, dead=0)
+        for statistics in ("when_small", "without_statistics", "with_statistics"):
+            if statistics == "with_statistics":
                 await connection.execute("ANALYZE")
-            for number, (what, (statement, arguments, index)) in enumerate(LINES.items()):
-                if belief != "when_small":
-                    await prepare(connection, f"{belief}_{number}", statement)
-                large = await explain(connection, f"{belief}_{number}", *arguments)
-                assert f"event_notifications_{index}" in large.indexes, f"{what}, planned {belief}"
-                assert_flat(small[number], large, f"{what}, planned {belief},")
+            for number, (what, (statement, arguments, index)) in enumerate(KEY_QUEUES.items()):
+                if statistics != "when_small":
+                    await prepare(connection, f"{statistics}_{number}", statement)
+                large = await explain(connection, f"{statistics}_{number}", *arguments)
+                assert f"event_notifications_{index}" in large.indexes, f"{what}, planned {statistics}"
+                assert_flat(small[number], large, f"{what}, planned {statistics},")
                 assert large.buffers < 100
 
 
@@ -466,7 +468,7 @@ BY_KEY: dict[str, tuple[str, Callable[[list[str], list[str]], Sequence[Any]], st
         lambda ids, event_ids: [NOW, event_ids],
         "event_id_handler_name_key",
     ),
-    "moving": (on_postgres(REHOME), lambda ids, event_ids: [ids, 0, "app/dispatch/h", 1], "pkey"),
+    "moving": (on_postgres(REHASH), lambda ids, event_ids: [ids, 0, "app/dispatch/h", 1], "pkey"),
     "rows by their id": (
         on_postgres(SELECT_BY_ID),
         lambda ids, event_ids: ["app", event_ids],
@@ -480,29 +482,29 @@ BY_KEY: dict[str, tuple[str, Callable[[list[str], list[str]], Sequence[Any]], st
 }
 
 
-async def test_rows_are_reached_by_their_id_and_by_that_of_their_event(postgres_url: str) -> None:
+async def test_rows_are_found_by_their_id_and_by_event_id(postgres_url: str) -> None:
     async with loop_connection(postgres_url) as connection:
         for number, (statement, _, _) in enumerate(BY_KEY.values()):
             await prepare(connection, f"when_empty_{number}", statement)
-        await fill_line(connection, 10_000, others=5000, dead=5000)
+        await fill_key_queues(connection, 10_000, others=5000, dead=5000)
         rows = await connection.fetch("SELECT id, event_id FROM eventlog.event_notifications ORDER BY id LIMIT 200")
         ids, event_ids = ([str(row[column]) for row in rows] for column in ("id", "event_id"))
 
-        for belief in ("when_empty", "without_statistics", "with_statistics"):
-            if belief == "with_statistics":
+        for statistics in ("when_empty", "without_statistics", "with_statistics"):
+            if statistics == "with_statistics":
                 await connection.execute("ANALYZE")
             for number, (what, (statement, arguments, index)) in enumerate(BY_KEY.items()):
-                if belief != "when_empty":
-                    await prepare(connection, f"{belief}_{number}", statement)
-                plan = await explain(connection, f"{belief}_{number}", *arguments(ids, event_ids))
-                assert plan.rows_read <= 3 * len(rows), f"{what}, planned {belief}"
-                assert f"event_notifications_{index}" in plan.indexes, f"{what}, planned {belief}"
+                if statistics != "when_empty":
+                    await prepare(connection, f"{statistics}_{number}", statement)
+                plan = await explain(connection, f"{statistics}_{number}", *arguments(ids, event_ids))
+                assert plan.rows_read <= 3 * len(rows), f"{what}, planned {statistics}"
+                assert f"event_notifications_{index}" in plan.indexes, f"{what}, planned {statistics}"
                 rest = plan.indexes - {"event_notifications_pkey", "event_notifications_event_id_handler_name_key"}
-                assert rest <= {"handler_partitions_pkey", "leases_pkey"}, f"{what}, planned {belief}"
+                assert rest <= {"handler_partitions_pkey", "leases_pkey"}, f"{what}, planned {statistics}"
                 assert not plan.table_scans
 
 
-async def test_rows_of_unordered_handlers_are_in_no_line_and_cost_it_nothing(postgres_url: str) -> None:
+async def test_rows_of_unordered_handlers_are_in_no_key_index(postgres_url: str) -> None:
     async with loop_connection(postgres_url) as connection:
         sizes = (
             "SELECT pg_relation_size('eventlog.event_notifications_line'),"
@@ -526,13 +528,13 @@ async def test_rows_of_unordered_handlers_are_in_no_line_and_cost_it_nothing(pos
         assert await connection.fetchrow(sizes) == empty
 
 
-# --- removing --------------------------------------------------------------------------------------------
+# --- removal ---------------------------------------------------------------------------------------------
 
 NAMES = '[{"name": "", "other": ""}, {"name": "ledger", "other": "books"}]'
 
 
-def walks(notifications: Sequence[str] = (), events: Sequence[str] = ()) -> dict[str, tuple[str, Sequence[Any]]]:
-    """The statements of walks. ``notifications``, ``events``: the ids of a batch."""
+def scans(notifications: Sequence[str] = (), events: Sequence[str] = ()) -> dict[str, tuple[str, Sequence[Any]]]:
+    """The statements of scans. ``notifications``, ``events``: the ids of a batch."""
     return {
         "notifications": (on_postgres(FIND_NOTIFICATIONS), ["app", NOW, NOW, NOW, NIL, BATCH]),
         "notifications_that_park": (on_postgres(PARKING), [notifications, NAMES, "app"]),
@@ -550,21 +552,21 @@ async def first_ids(connection: Any, table: str) -> list[str]:
     return [str(row[0]) for row in await connection.fetch(f"SELECT id FROM eventlog.{table} ORDER BY id LIMIT {BATCH}")]
 
 
-async def test_a_batch_of_a_walk_reads_its_own_rows_whatever_the_table_holds(postgres_url: str) -> None:
-    """And a row behind its own rows: one per key."""
+async def test_a_batch_of_a_scan_reads_only_its_own_rows(postgres_url: str) -> None:
+    """And one row after its own rows: one per key."""
     async with loop_connection(postgres_url) as connection:
-        for what, (statement, _) in walks().items():
+        for what, (statement, _) in scans().items():
             await prepare(connection, f"{what}_when_empty", statement)
         await connection.execute(EVENTS, "app", LONG_AGO, "T", TYPES, 50_000, True)
         await connection.execute(EVENTS, "another", LONG_AGO, "T", TYPES, 50_000 // PARTS, False)
-        await fill_line(connection, 20_000, others=10_000, dead=20_000)
+        await fill_key_queues(connection, 20_000, others=10_000, dead=20_000)
         batches = [await first_ids(connection, table) for table in ("event_notifications", "events")]
-        for belief in ("when_empty", "without_statistics", "with_statistics"):
-            if belief == "with_statistics":
+        for statistics in ("when_empty", "without_statistics", "with_statistics"):
+            if statistics == "with_statistics":
                 await connection.execute("ANALYZE")
-            for what, (statement, arguments) in walks(*batches).items():
-                if belief != "when_empty":
-                    await prepare(connection, f"{what}_{belief}", statement)
-                plan = await explain(connection, f"{what}_{belief}", *arguments)
-                assert not plan.table_scans, f"{what}, planned {belief}"
-                assert BATCH <= plan.rows_read <= 4 * BATCH, f"{what}, planned {belief}"
+            for what, (statement, arguments) in scans(*batches).items():
+                if statistics != "when_empty":
+                    await prepare(connection, f"{what}_{statistics}", statement)
+                plan = await explain(connection, f"{what}_{statistics}", *arguments)
+                assert not plan.table_scans, f"{what}, planned {statistics}"
+                assert BATCH <= plan.rows_read <= 4 * BATCH, f"{what}, planned {statistics}"

@@ -1,6 +1,6 @@
-"""What is recorded after a holder of a handler's lock has died, who runs alone then, and what ends DEAD.
+"""What is recorded after the holder of a handler's lock has died, which rows then run alone, and which end DEAD.
 
-The process that died is a row of ``leases`` here, and what it had begun are rows of ``started_runs``; for real
+The dead process is a row of ``leases`` here, and the runs it had started are rows of ``started_runs``; for real
 processes see ``tests/flow/test_crash_poison.py``.
 """
 
@@ -32,13 +32,13 @@ QUICK = Settings(handling_poll_delay="20ms", fanout_poll_delay="20ms", purge_ena
 
 @pytest.fixture
 def wire(database_url: str) -> Iterator[Wire]:
-    """Sees every message of the test; made before any connection is."""
+    """Records every message of the test; created before any connection."""
     with watched(keeps_texts=True) as wire:
         yield wire
 
 
 async def die(look: Look, *names: str, namespace: str = "app") -> None:
-    """A process has held the locks of these names, and never gave the locks back."""
+    """A process held the locks of these names, and never released them."""
     for name in names:
         await look.fetch(
             f"INSERT INTO {{leases}} VALUES ('{namespace}/dispatch/{name}', 1, 'dead', '2030-01-01 12:00:00', 0)"
@@ -46,7 +46,7 @@ async def die(look: Look, *names: str, namespace: str = "app") -> None:
 
 
 async def suspect(outbox: Outbox, name: str, *amounts: int, starts: int = 1) -> None:
-    """A process that had begun these runs has died. An outbox without the handler fans the rows out."""
+    """A process that had started these runs died. An outbox without the handler fans the rows out."""
     rows = [row for row in await outbox.admin.list(handler=name, limit=1000) if int(row.model_id or -1) in amounts]
     assert len(rows) == len(amounts)
     runs = [StartedRun(row.id, name, starts) for row in rows]
@@ -69,10 +69,10 @@ async def records(look: Look) -> int:
 
 
 class Alone(Journal):
-    """A handler that knows the number of concurrent runs, its own and those of its siblings."""
+    """A handler that counts concurrent runs of its own and of its siblings."""
 
     def __init__(self, inside: list[int], meeting: Mapping[int, asyncio.Barrier] | None = None) -> None:
-        """``meeting``: where the run of an amount waits for others."""
+        """``meeting``: where the run of an amount waits for the others."""
         super().__init__()
         self.inside = inside
         self.meeting = dict(meeting or {})
@@ -137,7 +137,7 @@ def about_crashes(wire: Wire) -> list[str]:
 
 
 @needs_asyncpg
-async def test_what_begins_together_is_recorded_together(wire: Wire, make_outbox: MakeOutbox, look: Look) -> None:
+async def test_runs_that_start_together_are_recorded_together(wire: Wire, make_outbox: MakeOutbox, look: Look) -> None:
     outbox = await make_outbox(settings=QUICK)
     outbox.handler(MoneyDeposited, name="mail")(Journal())
     await die(look, "mail")
@@ -147,10 +147,8 @@ async def test_what_begins_together_is_recorded_together(wire: Wire, make_outbox
     assert 1 <= len(recorded_by(wire)) <= 60
 
 
-async def test_nothing_is_asked_or_written_after_a_process_that_left_in_good_order(
-    wire: Wire, make_outbox: MakeOutbox, look: Look
-) -> None:
-    """Neither by the first process, nor in its next stay."""
+async def test_after_a_clean_exit_nothing_is_read_or_written(wire: Wire, make_outbox: MakeOutbox, look: Look) -> None:
+    """Neither by the first process, nor in its next running block."""
     for owner in ("first", "second", "second"):
         outbox = await make_outbox(settings=QUICK)
         outbox.handler(MoneyDeposited, name="mail")(journal := Journal())
@@ -167,9 +165,7 @@ async def test_nothing_is_asked_or_written_after_a_process_that_left_in_good_ord
 
 
 @pytest.mark.parametrize("end", ["fails", "takes too long", "is interrupted"])
-async def test_a_run_that_came_to_an_end_of_any_kind_leaves_no_record(
-    make_outbox: MakeOutbox, look: Look, end: str
-) -> None:
+async def test_a_finished_run_of_any_kind_leaves_no_record(make_outbox: MakeOutbox, look: Look, end: str) -> None:
     outbox = await make_outbox(settings=Settings(shutdown_timeout="50ms", purge_enabled=False))
     gate = Gate()
 
@@ -194,7 +190,7 @@ async def test_a_run_that_came_to_an_end_of_any_kind_leaves_no_record(
 
 
 @needs_asyncpg
-async def test_nothing_more_is_recorded_when_all_is_through_that_can_have_been_running(
+async def test_recording_stops_once_all_possible_suspects_are_through(
     wire: Wire, make_outbox: MakeOutbox, look: Look, clock: MovableClock
 ) -> None:
     outbox = await make_outbox(settings=QUICK, clock=clock)
@@ -222,7 +218,7 @@ async def test_suspects_run_alone_and_the_others_together(make_outbox: MakeOutbo
     outbox = await make_outbox(settings=QUICK)
     suspects = {1, 4, 5}
     others = {*range(12)} - suspects
-    journal = Alone([], dict.fromkeys(others, asyncio.Barrier(len(others))))  # each record may take its own time
+    journal = Alone([], dict.fromkeys(others, asyncio.Barrier(len(others))))  # the records may be written separately
     outbox.handler(MoneyDeposited, name="mail")(journal)
     await insert_notifications(outbox, 12)
     await suspect(outbox, "mail", *suspects)
@@ -235,9 +231,7 @@ async def test_suspects_run_alone_and_the_others_together(make_outbox: MakeOutbo
     assert await records(look) == 0
 
 
-async def test_suspects_of_all_handlers_and_services_of_a_process_run_one_at_a_time(
-    make_outbox: MakeOutbox, look: Look
-) -> None:
+async def test_suspects_of_a_process_run_one_at_a_time(make_outbox: MakeOutbox, look: Look) -> None:
     inside: list[int] = []
     outboxes = {namespace: await make_outbox(namespace, settings=QUICK) for namespace in ("app", "other")}
     journals = [Alone(inside) for _ in range(4)]
@@ -257,8 +251,8 @@ async def test_suspects_of_all_handlers_and_services_of_a_process_run_one_at_a_t
     assert await records(look) == 0
 
 
-async def test_of_a_batch_handler_each_suspect_is_a_batch_of_its_own(make_outbox: MakeOutbox, look: Look) -> None:
-    """The suspect waits for no further rows to fill its call, and further rows wait for no suspect."""
+async def test_each_suspect_of_a_batch_handler_runs_alone(make_outbox: MakeOutbox, look: Look) -> None:
+    """The suspect waits for no other rows to fill its call, and other rows do not wait for a suspect."""
     outbox = await make_outbox(settings=QUICK)
     calls: list[list[int]] = []
 
@@ -276,7 +270,7 @@ async def test_of_a_batch_handler_each_suspect_is_a_batch_of_its_own(make_outbox
     assert calls == [[2], [7], [0, 1, 3, 4, 5, 6, 8, 9]]
 
 
-# --- the verdict ---------------------------------------------------------------------------------
+# --- the outcome ---------------------------------------------------------------------------------
 
 Options = dict[str, Any]
 
@@ -284,7 +278,7 @@ Options = dict[str, Any]
 @pytest.mark.parametrize(
     "options", [{}, {"delivery": "transactional"}, {"ordered": True}, {"batch": Batch()}], ids=lambda o: str([*o])
 )
-async def test_what_was_begun_too_often_is_dead_without_another_call(
+async def test_a_row_started_too_often_is_dead_without_another_call(
     outbox: Outbox, look: Look, options: Options
 ) -> None:
     called: list[int] = []
@@ -306,7 +300,7 @@ async def test_what_was_begun_too_often_is_dead_without_another_call(
     assert (drained.succeeded, drained.dead, sorted(called)) == (2, 1, [0, 2])
     (dead,) = await outbox.admin.list(state="DEAD")
     assert (dead.model_id, dead.attempts, dead.errors[-1]["type"]) == ("1", 1, "CrashedProcess")
-    assert "mend it, then retry or skip the notification" in str(dead.errors[-1]["message"])
+    assert "fix it, then retry or skip the notification" in str(dead.errors[-1]["message"])
     ((amount, error),) = buried
     assert (amount, error.type) == (1, "CrashedProcess")
     assert await records(look) == 0
@@ -316,10 +310,10 @@ async def test_what_was_begun_too_often_is_dead_without_another_call(
     ("most", "starts", "is_dead"),
     [(1, 1, False), (1, 2, True), (2, 2, True), (3, 2, False), (5, 4, False), (5, 5, True)],
 )
-async def test_how_many_starts_are_too_many_is_a_setting(
+async def test_the_limit_of_starts_is_a_setting(
     make_outbox: MakeOutbox, look: Look, most: int, starts: int, is_dead: bool
 ) -> None:
-    """The first counted start may have had company, so it is never enough."""
+    """Other runs may have been in progress during the first counted start, so one start is never sufficient."""
     outbox = await make_outbox(settings=Settings(max_crashes=most))
     outbox.handler(MoneyDeposited, name="mail")(journal := Journal())
     await insert_notifications(outbox, 1)
@@ -345,7 +339,7 @@ async def test_a_start_is_counted_before_the_call(outbox: Outbox, look: Look) ->
     assert seen == [3]
 
 
-async def test_a_hook_that_was_begun_too_often_is_given_up(outbox: Outbox, look: Look) -> None:
+async def test_a_hook_started_too_often_is_abandoned(outbox: Outbox, look: Look) -> None:
     called = Journal()
 
     async def bury(envelope: EventEnvelope[Any], error: HandlerFailed) -> None:
@@ -362,8 +356,8 @@ async def test_a_hook_that_was_begun_too_often_is_given_up(outbox: Outbox, look:
     assert (dead.attempts, dead.errors[-1]["type"]) == (4, "CrashedProcess")
 
 
-async def test_what_a_former_process_could_not_remove_is_removed(make_outbox: MakeOutbox, look: Look) -> None:
-    """Its run had ended, and the outcome was written; the record was to go with the next records."""
+async def test_records_that_a_former_process_kept_are_removed(make_outbox: MakeOutbox, look: Look) -> None:
+    """Its run had finished, and the outcome was written; the record was to be removed with the next ones."""
     outbox = await make_outbox(settings=QUICK)
     outbox.handler(MoneyDeposited, name="mail")(journal := Journal())
     await insert_notifications(outbox, 2)
@@ -391,9 +385,7 @@ async def test_a_suspect_that_fails_is_retried_like_any_other(
     assert (await outbox.drain()).succeeded == 1
 
 
-async def test_a_run_that_may_run_only_once_has_its_own_mark_and_no_record(
-    wire: Wire, outbox: Outbox, look: Look
-) -> None:
+async def test_an_at_most_once_run_has_its_mark_and_no_record(wire: Wire, outbox: Outbox, look: Look) -> None:
     outbox.handler(MoneyDeposited, name="once", delivery="at_most_once")(journal := Journal())
     await insert_notifications(outbox, 3)
     await look.fetch("UPDATE {event_notifications} SET attempts = 1 WHERE model_id = '1'")
@@ -404,7 +396,7 @@ async def test_a_run_that_may_run_only_once_has_its_own_mark_and_no_record(
     assert recorded_by(wire) == []
 
 
-Order = Callable[[Outbox, Any], Awaitable[Any]]
+Operate = Callable[[Outbox, Any], Awaitable[Any]]
 
 
 async def skip(outbox: Outbox, row: Any) -> None:
@@ -415,23 +407,23 @@ async def unsubscribe(outbox: Outbox, row: Any) -> None:
     await outbox.admin.unsubscribe(row.handler_name)
 
 
-@pytest.mark.parametrize("order", [skip, unsubscribe])
-async def test_what_an_operator_orders_meanwhile_is_heeded(outbox: Outbox, look: Look, order: Order) -> None:
+@pytest.mark.parametrize("operate", [skip, unsubscribe])
+async def test_operations_on_suspects_apply(outbox: Outbox, look: Look, operate: Operate) -> None:
     outbox.handler(MoneyDeposited, name="mail")(journal := Journal())
     await insert_notifications(outbox, 2)
     await suspect(outbox, "mail", 0)
     (row,) = [row for row in await outbox.admin.list() if row.model_id == "0"]
-    await order(outbox, row)
+    await operate(outbox, row)
     await die(look, "mail")
     drained = await outbox.drain()
 
-    assert drained.succeeded == len(journal) == (1 if order is skip else 2)
+    assert drained.succeeded == len(journal) == (1 if operate is skip else 2)
     await outbox.admin.purge()
     assert await records(look) == 0
 
 
-async def test_a_retry_or_a_replay_of_what_ended_its_process_begins_anew(make_outbox: MakeOutbox, look: Look) -> None:
-    """Even where the process died before the record was removed."""
+async def test_a_retry_or_replay_of_a_poison_event_resets_its_count(make_outbox: MakeOutbox, look: Look) -> None:
+    """Even if the process died before the record was removed."""
     outbox = await make_outbox()
     outbox.handler(MoneyDeposited, name="mail")(journal := Journal())
     await insert_notifications(outbox, 2)
@@ -448,7 +440,7 @@ async def test_a_retry_or_a_replay_of_what_ended_its_process_begins_anew(make_ou
     assert await records(look) == 0
 
 
-async def test_a_pause_holds_up_suspects_too(make_outbox: MakeOutbox, look: Look) -> None:
+async def test_a_pause_applies_to_suspects_too(make_outbox: MakeOutbox, look: Look) -> None:
     outbox = await make_outbox(settings=QUICK)
     outbox.handler(MoneyDeposited, name="mail")(journal := Journal())
     await insert_notifications(outbox, 2)
@@ -461,7 +453,7 @@ async def test_a_pause_holds_up_suspects_too(make_outbox: MakeOutbox, look: Look
     assert (await outbox.drain()).succeeded == 2
 
 
-async def test_a_record_that_cannot_be_written_keeps_the_run_from_beginning(
+async def test_a_run_does_not_start_if_it_cannot_be_recorded(
     make_outbox: MakeOutbox, look: Look, clock: MovableClock
 ) -> None:
     outbox = await make_outbox(clock=clock)
@@ -479,13 +471,13 @@ async def test_a_record_that_cannot_be_written_keeps_the_run_from_beginning(
     await die(look, "mail")
     assert ((await outbox.drain()).failed, len(journal)) == (1, 0)
     (row,) = await outbox.admin.list()
-    assert (row.state, row.attempts, row.errors[-1]["type"]) == ("FAILED", 0, "NotBegun")
+    assert (row.state, row.attempts, row.errors[-1]["type"]) == ("FAILED", 0, "HandlerNotStarted")
 
     clock.advance("5s")
     assert (await outbox.drain()).succeeded == 1
 
 
-async def test_a_record_that_cannot_be_removed_at_shutdown_is_no_lost_outcome(
+async def test_a_failed_removal_at_shutdown_is_not_a_lost_outcome(
     make_outbox: MakeOutbox, look: Look, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(dispatcher, "LONGEST_GRACE", 0.2)
@@ -502,5 +494,5 @@ async def test_a_record_that_cannot_be_removed_at_shutdown_is_no_lost_outcome(
         await journal.calls(1)
         await eventually(lambda: counters(outbox).succeeded == 1)
 
-    assert "records of runs that have ended are left behind" in caplog.text
+    assert "could not delete the start records of finished runs" in caplog.text
     assert await look.states() == {"SUCCEEDED": 1}

@@ -1,4 +1,4 @@
-"""What storage knows of holders that died: how a lock was left, and which runs had begun."""
+"""What storage records about dead processes: how a lock was left, and which runs had started."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def lock_of(store: Store, owner: str) -> ClusterLock:
 # --- how a lock was left -------------------------------------------------------------------------
 
 
-async def test_a_lock_that_nobody_ever_had_follows_no_crash(store: Store) -> None:
+async def test_a_never_held_lock_does_not_follow_a_crash(store: Store) -> None:
     lock = await lock_of(store, "me")
     acquired = await lock.acquire([FIRST, SECOND])
     await lock.close()
@@ -48,11 +48,11 @@ async def test_a_lock_that_nobody_ever_had_follows_no_crash(store: Store) -> Non
     assert not any(ours.follows_crash for ours in acquired.values())
 
 
-async def test_a_lock_that_was_given_back_follows_no_crash_and_another_of_the_same_holder_does(store: Store) -> None:
+async def test_only_a_lock_that_was_not_released_follows_a_crash(store: Store) -> None:
     former = await lock_of(store, "former")
     await former.acquire([FIRST, SECOND])
     await former.release([FIRST])
-    await former.close()  # as when the process ends: nothing is said of the second
+    await former.close()  # as when the process ends: the second lock is not marked
 
     successor = await lock_of(store, "successor")
     acquired = await successor.acquire([FIRST, SECOND])
@@ -74,7 +74,7 @@ async def test_a_lock_follows_a_crash_only_once(store: Store) -> None:
     assert acquired == LockGrant(3, 2)
 
 
-async def test_nobody_says_of_anothers_lock_that_it_was_given_back(store: Store, look: Look) -> None:
+async def test_a_lock_of_another_owner_is_not_marked_released(store: Store, look: Look) -> None:
     lock = await lock_of(store, "me")
     await lock.acquire([FIRST])
     await look.fetch("UPDATE {leases} SET owner = 'another', term = 7")
@@ -84,7 +84,7 @@ async def test_nobody_says_of_anothers_lock_that_it_was_given_back(store: Store,
     assert await look.value("SELECT released_term FROM {leases}") == 0
 
 
-# --- which runs had begun ------------------------------------------------------------------------
+# --- which runs had started ----------------------------------------------------------------------
 
 
 def run_of(i: UUID, starts: int = 1, name: str = "mail") -> StartedRun:
@@ -100,7 +100,7 @@ async def found(store: Store, *names: str) -> set[tuple[UUID, int]]:
     return {(run.notification_id, run.starts) for run in runs}
 
 
-async def test_a_run_that_was_recorded_is_found_until_it_is_removed(store: Store) -> None:
+async def test_a_recorded_run_is_found_until_it_is_removed(store: Store) -> None:
     await store.insert_notifications("a", "b", "c")
     first, second, third = await ids_of(store)
     starts = store.database.starts
@@ -112,7 +112,7 @@ async def test_a_run_that_was_recorded_is_found_until_it_is_removed(store: Store
     assert await found(store) == {(second, 1), (third, 1)}
 
 
-async def test_a_run_is_recorded_once_with_what_was_said_last(store: Store, look: Look) -> None:
+async def test_a_run_is_recorded_once_with_its_latest_count(store: Store, look: Look) -> None:
     await store.insert_notifications("a", "b")
     first, second = await ids_of(store)
     starts = store.database.starts
@@ -124,7 +124,7 @@ async def test_a_run_is_recorded_once_with_what_was_said_last(store: Store, look
     assert await look.value("SELECT count(*) FROM {started_runs}") == 2
 
 
-async def test_runs_are_found_by_their_handler_and_their_namespace(store: Store) -> None:
+async def test_runs_are_found_by_handler_and_namespace(store: Store) -> None:
     await store.insert_notifications("a")
     (mail,), (ledger,) = await ids_of(store, "mail"), await ids_of(store, "ledger")
     starts = store.database.starts
@@ -138,7 +138,7 @@ async def test_runs_are_found_by_their_handler_and_their_namespace(store: Store)
 
 
 @pytest.mark.parametrize("state", ["PENDING", "FAILED", "BLOCKED", "DYING"])
-async def test_a_run_of_an_unfinished_row_may_never_have_ended(store: Store, state: str) -> None:
+async def test_a_run_of_an_unfinished_row_counts_as_unfinished(store: Store, state: str) -> None:
     await store.insert_notifications("a")
     (only,) = await ids_of(store)
     await store.put(state, 1, name="mail", updated=NOW)
@@ -149,7 +149,7 @@ async def test_a_run_of_an_unfinished_row_may_never_have_ended(store: Store, sta
 
 
 @pytest.mark.parametrize("state", ["SUCCEEDED", "EXPIRED", "DEAD", "SKIPPED"])
-async def test_a_run_of_a_finished_row_has_ended(store: Store, look: Look, state: str) -> None:
+async def test_a_run_of_a_finished_row_counts_as_finished(store: Store, look: Look, state: str) -> None:
     await store.insert_notifications("a")
     (only,) = await ids_of(store)
     await store.put(state, 1, name="mail", updated=NOW)
@@ -160,8 +160,8 @@ async def test_a_run_of_a_finished_row_has_ended(store: Store, look: Look, state
     assert await look.fetch("SELECT * FROM {started_runs}") == []
 
 
-async def test_what_was_written_after_its_run_began_begins_anew(store: Store, look: Look) -> None:
-    """The run failed, or an operator retried the row: the harm to former processes is forgotten."""
+async def test_a_row_written_after_its_run_started_resets_the_count(store: Store, look: Look) -> None:
+    """The run failed, or an operator retried the row: earlier crashes are forgotten."""
     await store.insert_notifications("a")
     (only,) = await ids_of(store)
     starts = store.database.starts
@@ -175,7 +175,7 @@ async def test_what_was_written_after_its_run_began_begins_anew(store: Store, lo
     assert await starts.remove_ended("app") == 1
 
 
-async def test_what_is_left_of_a_row_that_is_gone_is_removed(store: Store, look: Look) -> None:
+async def test_records_of_deleted_rows_are_removed(store: Store, look: Look) -> None:
     await store.insert_notifications("a")
     await store.database.starts.record("app", [run_of(uuid4()), run_of((await ids_of(store))[0])], LATER)
 
@@ -184,7 +184,7 @@ async def test_what_is_left_of_a_row_that_is_gone_is_removed(store: Store, look:
     assert len(await found(store)) == 1
 
 
-async def test_purging_removes_what_a_crash_has_left(store: Store, look: Look) -> None:
+async def test_purging_removes_records_left_by_a_crash(store: Store, look: Look) -> None:
     await store.database.starts.record("app", [run_of(uuid4())], NOW)
 
     await store.outbox.admin.purge()

@@ -1,4 +1,4 @@
-"""The port through which tables of operators are read and written, on every database."""
+"""The port through which operator tables are read and written, on every database."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every table has a primary key, and a server that requires primary keys can be used, from the first migration on."""
+"""Every table has a primary key, and servers that require primary keys are supported from the first migration on."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tests.contract.test_mysql_storage import check_flow, server_settings
 from tests.contract.test_schema import run_with_the_databases_own_tool
 from tests.kit import mysql
 from tests.kit.alembic_project import add_revision, project
-from tests.kit.apart import run_apart
 from tests.kit.app import Look, opened
+from tests.kit.background_loop import run_in_background
 
 pytestmark = pytest.mark.every_version
 
@@ -43,7 +43,7 @@ async def tables_up_to(url: str, version: int) -> None:
 
 @pytest.fixture
 async def requires_keys(mysql_url: str) -> AsyncIterator[None]:
-    """From the call of the fixture on, the server refuses tables without a primary key."""
+    """Once the fixture is called, the server refuses tables without a primary key."""
     look = Look(mysql_url)
     async with server_settings(look, **{REQUIRES_KEYS[look.dialect]: 1}):
         yield
@@ -82,7 +82,7 @@ async def test_tables_of_older_versions_get_a_primary_key(mysql_url: str, versio
     assert [row["handler_name"] for row in await look.fetch("SELECT * FROM {subscriptions}")] == ["older"]
 
 
-async def test_a_primary_key_of_the_operator_is_enough(mysql_url: str) -> None:
+async def test_a_primary_key_added_by_the_operator_is_enough(mysql_url: str) -> None:
     look = Look(mysql_url)
     await tables_up_to(mysql_url, 9)
     await look.fetch("ALTER TABLE {subscriptions} ADD COLUMN my_row_id BIGINT AUTO_INCREMENT PRIMARY KEY")
@@ -126,4 +126,4 @@ def test_revisions_of_alembic_create_tables_with_primary_keys(
     add_revision(config, "first", "outboxio.upgrade(op, to=9)")
     add_revision(config, "second", "outboxio.upgrade(op, to=12, since=9)")
     command.upgrade(config, "head")
-    assert run_apart(tables_with_keys(look)) == set(tables_of(look.dialect))
+    assert run_in_background(tables_with_keys(look)) == set(tables_of(look.dialect))

@@ -9,7 +9,7 @@ import pytest
 from outboxio import Outbox
 from outboxio.model.lock_name import Slot
 from outboxio.model.notification import FIRST_DEFERRED
-from outboxio.runs.resting import rest_of
+from outboxio.runs.deferral import deferred_until
 from outboxio.storage.protocols.operating import Counted, DeadFigures, DueFigures, ParkedKey
 from outboxio.storage.protocols.values import Waiting
 from outboxio.storage.tables import probes as module
@@ -31,7 +31,7 @@ def probes(outbox: Outbox) -> Probes:
     return probes
 
 
-async def test_due_and_waiting_rows_are_counted_by_handler_and_resting_rows_are_not(probes: Probes, look: Look) -> None:
+async def test_due_and_waiting_rows_are_counted_without_deferred_ones(probes: Probes, look: Look) -> None:
     await insert(look, [
         PENDING.but(next_retry_at=at(-5)), PENDING.but(next_retry_at=NOW, state="FAILED"),
         PENDING.but(next_retry_at=at(-3), state="DYING"), PENDING.but(next_retry_at=at(-9), state="BLOCKED"),
@@ -40,7 +40,7 @@ async def test_due_and_waiting_rows_are_counted_by_handler_and_resting_rows_are_
         PENDING.but(next_retry_at=at(1)), PENDING.but(next_retry_at=at(3600), state="FAILED"),
         PENDING.but(next_retry_at=FIRST_DEFERRED), PENDING.but(next_retry_at=datetime(9999, 12, 30, 5)),
         PENDING.but(handler_name="later", next_retry_at=at(1)),
-        PENDING.but(handler_name="unasked", next_retry_at=at(-1)),
+        PENDING.but(handler_name="unrequested", next_retry_at=at(-1)),
     ])  # fmt: skip
 
     found = await probes.due("app", [Slot("ledger"), Slot("later"), Slot("nobody")], NOW, MANY)
@@ -54,13 +54,13 @@ async def test_due_and_waiting_rows_are_counted_by_handler_and_resting_rows_are_
 
 async def test_rows_of_newer_versions_are_counted_by_version(outbox: Outbox, look: Look) -> None:
     deferred = database_of(outbox).deferred
-    second, third = rest_of(2), rest_of(3)
+    second, third = deferred_until(2), deferred_until(3)
     await insert(look, [
         PENDING.but(next_retry_at=second), PENDING.but(next_retry_at=second, state="FAILED"),
         PENDING.but(next_retry_at=third), PENDING.but(next_retry_at=second, event_type="Other"),
         PENDING.but(handler_name="later", next_retry_at=third), PENDING.but(next_retry_at=at(3600)),
         PENDING.but(next_retry_at=second, state="SUCCEEDED"), PENDING.but(next_retry_at=second, namespace="another"),
-        PENDING.but(handler_name="unasked", next_retry_at=second),
+        PENDING.but(handler_name="unrequested", next_retry_at=second),
     ])  # fmt: skip
 
     found = await deferred.count("app", [Slot("ledger"), Slot("later"), Slot("nobody")], MANY)
@@ -76,14 +76,16 @@ async def test_rows_of_newer_versions_are_counted_by_version(outbox: Outbox, loo
 
 @needs_partitions
 async def test_rows_of_newer_versions_are_counted_in_every_partition(outbox: Outbox, look: Look) -> None:
-    await insert(look, [PENDING.but(next_retry_at=rest_of(2), partition_number=number) for number in (0, 1, 1, 40)])
+    await insert(
+        look, [PENDING.but(next_retry_at=deferred_until(2), partition_number=number) for number in (0, 1, 1, 40)]
+    )
 
     found = await database_of(outbox).deferred.count("app", [Slot("ledger", number) for number in range(41)], MANY)
 
     assert sum(one.number for one in found) == 4
 
 
-async def test_no_number_is_greater_than_the_bound(probes: Probes, look: Look) -> None:
+async def test_no_count_exceeds_the_bound(probes: Probes, look: Look) -> None:
     await insert(look, [PENDING.but(next_retry_at=at(number)) for number in range(-9, 10)])
     await insert(look, [DEAD.but(updated_date=at(number)) for number in range(9)])
     await insert(look, [EventRow(delivered=False) for _ in range(9)])
@@ -98,7 +100,7 @@ async def test_no_number_is_greater_than_the_bound(probes: Probes, look: Look) -
     assert await probes.blocked("app", ["ordered"], 10) == {"ordered": Counted(9, True)}
 
 
-async def test_of_many_rows_that_are_due_later_the_share_of_retries_is_estimated(
+async def test_the_share_of_retries_is_estimated_among_many_later_rows(
     probes: Probes, look: Look, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await insert(look, [PENDING.but(next_retry_at=at(9), state="FAILED") for _ in range(8)])
@@ -125,7 +127,7 @@ async def test_dead_and_expired_rows_are_counted_by_handler(probes: Probes, look
     await insert(look, [
         DEAD.but(updated_date=at(-90)), DEAD.but(updated_date=at(-60)), DEAD.but(updated_date=at(-30), state="EXPIRED"),
         DEAD.but(handler_name="old", updated_date=at(-99)), DEAD.but(handler_name="A'\\", updated_date=at(1)),
-        DEAD.but(namespace="another", handler_name="stranger"), PENDING.but(handler_name="alive"),
+        DEAD.but(namespace="another", handler_name="other"), PENDING.but(handler_name="alive"),
         DEAD.but(state="SKIPPED", handler_name="skipped"),
     ])  # fmt: skip
 
@@ -141,7 +143,7 @@ async def test_dead_and_expired_rows_are_counted_by_handler(probes: Probes, look
     assert await probes.dead_names("nobody's") == []
 
 
-async def test_the_names_of_many_handlers_are_found_by_jumps(probes: Probes, look: Look) -> None:
+async def test_names_of_many_handlers_are_found_by_index_skips(probes: Probes, look: Look) -> None:
     names = [f"handler-{number:03}" for number in range(150)]
     await insert(look, [DEAD.but(handler_name=name, updated_date=at(day)) for name in names for day in range(3)])
     await insert(look, [EventRow(event_type=f"T{number}", delivered=False) for number in range(150)])
@@ -164,30 +166,32 @@ async def test_blocked_rows_are_counted_with_and_without_an_ordering_key(probes:
     }  # fmt: skip
 
 
-def line(key: str, *states: str, name: str = "ledger") -> list[Row]:
-    return [Row(handler_name=name, ordering_key=key, state=state, updated_date=at(place))
-            for place, state in enumerate(states)]  # fmt: skip
+def queue(key: str, *states: str, name: str = "ledger") -> list[Row]:
+    return [Row(handler_name=name, ordering_key=key, state=state, updated_date=at(index))
+            for index, state in enumerate(states)]  # fmt: skip
 
 
-async def test_a_key_is_parked_if_a_row_that_ended_badly_is_before_the_blocked_rows(probes: Probes, look: Look) -> None:
+async def test_a_key_is_parked_by_a_failed_row_before_blocked_ones(probes: Probes, look: Look) -> None:
     parked = {
-        "dead": line("dead", "DEAD", "BLOCKED", "BLOCKED"),
-        "expired": line("expired", "SUCCEEDED", "EXPIRED", "DEAD", "BLOCKED"),
-        "": line("", "DEAD", "BLOCKED"),
-        "z'\\": line("z'\\", "DEAD", "BLOCKED"),
+        "dead": queue("dead", "DEAD", "BLOCKED", "BLOCKED"),
+        "expired": queue("expired", "SUCCEEDED", "EXPIRED", "DEAD", "BLOCKED"),
+        "": queue("", "DEAD", "BLOCKED"),
+        "z'\\": queue("z'\\", "DEAD", "BLOCKED"),
     }
     not_parked = [
-        *line("no-waiting", "DEAD"), *line("alive", "DEAD", "PENDING", "BLOCKED"), *line("busy", "FAILED", "BLOCKED"),
-        *line("behind", "BLOCKED", "DEAD"), *line("skipped", "SKIPPED", "BLOCKED"),
-        *line("other", "DEAD", "BLOCKED", name="unasked"),
-        *(row.but(namespace="another") for row in line("stranger", "DEAD", "BLOCKED")),
+        *queue("no-waiting", "DEAD"),
+        *queue("alive", "DEAD", "PENDING", "BLOCKED"),
+        *queue("busy", "FAILED", "BLOCKED"),
+        *queue("behind", "BLOCKED", "DEAD"), *queue("skipped", "SKIPPED", "BLOCKED"),
+        *queue("other", "DEAD", "BLOCKED", name="unrequested"),
+        *(row.but(namespace="another") for row in queue("foreign", "DEAD", "BLOCKED")),
     ]  # fmt: skip
     await insert(look, [row for rows in parked.values() for row in rows] + not_parked)
 
     found = {key.ordering_key: key for key in await probes.parked("app", [["ledger"], ["nobody"]], MANY)}
 
-    def expected(key: str, place: int, blocked: int) -> ParkedKey:
-        row = parked[key][place]
+    def expected(key: str, index: int, blocked: int) -> ParkedKey:
+        row = parked[key][index]
         return ParkedKey("ledger", key, row.id, row.event_id, row.updated_date, blocked)
 
     assert found == {
@@ -198,8 +202,8 @@ async def test_a_key_is_parked_if_a_row_that_ended_badly_is_before_the_blocked_r
     assert await probes.parked("app", [], MANY) == []
 
 
-async def test_a_key_is_parked_by_a_row_of_a_former_name_of_the_handler(probes: Probes, look: Look) -> None:
-    await insert(look, [*line("a", "DEAD", name="former"), *line("a", "BLOCKED", name="ledger")])
+async def test_a_key_is_parked_by_a_former_name_of_its_handler(probes: Probes, look: Look) -> None:
+    await insert(look, [*queue("a", "DEAD", name="former"), *queue("a", "BLOCKED", name="ledger")])
 
     [found] = await probes.parked("app", [["ledger", "former"]], MANY)
     assert (found.handler_name, found.ordering_key, found.blocked) == ("former", "a", 1)
@@ -207,15 +211,15 @@ async def test_a_key_is_parked_by_a_row_of_a_former_name_of_the_handler(probes: 
 
 
 async def test_parked_keys_are_found_among_many_keys(probes: Probes, look: Look) -> None:
-    await insert(look, [row for number in range(300) for row in line(f"{number:03}", "PENDING", "BLOCKED")])
-    await insert(look, [row for number in range(300, 600) for row in line(f"{number:03}", "DEAD")])
+    await insert(look, [row for number in range(300) for row in queue(f"{number:03}", "PENDING", "BLOCKED")])
+    await insert(look, [row for number in range(300, 600) for row in queue(f"{number:03}", "DEAD")])
     wanted = [f"{number:03}" for number in range(600, 720)]
-    await insert(look, [row for key in wanted for row in line(key, "DEAD", "BLOCKED")])
+    await insert(look, [row for key in wanted for row in queue(key, "DEAD", "BLOCKED")])
 
     assert sorted(key.ordering_key for key in await probes.parked("app", [["ledger"]], MANY)) == wanted
 
 
-async def test_undelivered_events_are_counted_by_type_and_the_oldest_is_available(probes: Probes, look: Look) -> None:
+async def test_undelivered_events_are_counted_by_type_with_the_oldest(probes: Probes, look: Look) -> None:
     await insert(look, [
         EventRow(event_type="A", event_date=at(-9), available_at=at(60), delivered=False),
         EventRow(event_type="A", event_date=at(-5), available_at=at(-1), delivered=False),

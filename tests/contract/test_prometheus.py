@@ -1,4 +1,4 @@
-"""The metrics of a running outbox, as Prometheus reads them. The same on each database, so in memory."""
+"""The metrics of a running outbox as Prometheus reads them. The same on each database, so the tests run in memory."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def work(outbox: Outbox) -> None:
     await outbox.drain()
 
 
-async def test_promtool_accepts_the_text_before_during_and_after_work(outbox: Outbox) -> None:
+async def test_promtool_accepts_the_metrics_in_every_phase(outbox: Outbox) -> None:
     promtool.check("metrics", given=metrics_text(outbox))
     await work(outbox)
     promtool.check("metrics", given=metrics_text(outbox))
@@ -64,7 +64,7 @@ async def test_promtool_accepts_the_text_before_during_and_after_work(outbox: Ou
     assert "text/plain" in CONTENT_TYPE
 
 
-async def test_counters_and_histograms_say_what_the_statistics_say(outbox: Outbox) -> None:
+async def test_counters_and_histograms_match_the_statistics(outbox: Outbox) -> None:
     await work(outbox)
     found = values(outbox)
 
@@ -86,7 +86,7 @@ async def test_counters_and_histograms_say_what_the_statistics_say(outbox: Outbo
 class Order(Event, type_name="Order", aliases={"OldOrder"}): ...
 
 
-async def test_types_that_no_code_names_share_a_label_value(outbox: Outbox) -> None:
+async def test_types_without_a_class_share_a_label_value(outbox: Outbox) -> None:
     @outbox.handler(Order, name="orders")
     async def orders(envelope: EventEnvelope[Order]) -> None: ...
 
@@ -121,18 +121,18 @@ async def test_buckets_are_cumulative(outbox: Outbox) -> None:
     assert counts == [1, 1, 3, 3, 4, 4, 5]
 
 
-async def test_a_process_shows_its_roles_locks_and_runs_only_while_it_runs(outbox: Outbox) -> None:
-    let_go, begun = asyncio.Event(), asyncio.Event()
+async def test_a_process_exports_roles_locks_and_runs_while_running(outbox: Outbox) -> None:
+    released, started = asyncio.Event(), asyncio.Event()
 
     @outbox.handler(MoneyDeposited, name="slow", concurrency=7)
     async def slow(envelope: Envelope) -> None:
-        begun.set()
-        await let_go.wait()
+        started.set()
+        await released.wait()
 
     handler = (("handler", "slow"),)
     async with outbox.running():
         await outbox.execute(Emit((1,)))
-        await begun.wait()
+        await started.wait()
         found = values(outbox)
         assert found["outboxio_running"] == {(("role", "fanout"),): 1, (("role", "handling"),): 1}
         assert found["outboxio_lock_held"] == {(("lock", "fanout"),): 1, (("lock", "dispatch/slow"),): 1}
@@ -140,15 +140,15 @@ async def test_a_process_shows_its_roles_locks_and_runs_only_while_it_runs(outbo
         assert found["outboxio_runs_limit"][handler] == 7
         assert found["outboxio_runs_stuck"][handler] == 0
         assert found["outboxio_loop_lag_seconds"][()] < 10
-        let_go.set()
+        released.set()
     found = values(outbox)
     assert "outboxio_running" not in found
     assert set(found["outboxio_lock_held"].values()) == {0}
     assert found["outboxio_runs_active"][handler] == 0
 
 
-async def test_the_figures_of_the_tables_come_from_the_process_that_fans_out(outbox: Outbox) -> None:
-    collector = OutboxCollector(outbox)  # asks for the figures
+async def test_table_figures_come_from_the_process_that_fans_out(outbox: Outbox) -> None:
+    collector = OutboxCollector(outbox)  # reads the figures
     await work(outbox)
     await outbox.admin.pause("receipt")
     async with outbox.running():
@@ -158,7 +158,7 @@ async def test_the_figures_of_the_tables_come_from_the_process_that_fans_out(out
     assert not names & {family.name for family in collector.collect()}
 
 
-async def test_the_figures_say_what_the_tables_hold(outbox: Outbox) -> None:
+async def test_the_figures_match_the_tables(outbox: Outbox) -> None:
     OutboxCollector(outbox)
     await work(outbox)
     await outbox.admin.pause("receipt")
@@ -178,7 +178,7 @@ async def test_the_figures_say_what_the_tables_hold(outbox: Outbox) -> None:
     assert found["outboxio_unroutable"] == {(): 0}
 
 
-async def test_a_registry_of_the_application_serves_the_metrics_from_a_thread(outbox: Outbox) -> None:
+async def test_a_user_registry_serves_the_metrics_from_a_thread(outbox: Outbox) -> None:
     registry = CollectorRegistry()
     registry.register(OutboxCollector(outbox))
     server, thread = start_http_server(0, addr="127.0.0.1", registry=registry)
@@ -222,7 +222,7 @@ async def test_a_second_collector_is_refused_and_one_collector_takes_several_out
         assert {'namespace="shop"', 'namespace="stock"'} <= set(re.findall(r'namespace="\w+"', text))
 
 
-def test_the_page_of_metrics_lists_every_metric_with_its_type_and_labels() -> None:
+def test_the_metrics_page_lists_every_metric_with_type_and_labels() -> None:
     rows = re.findall(r"^\| `([\w.]+)` \| `(\w+)` \| (\w+) \|([^|]*)\|", DOCS.read_text(), re.MULTILINE)
     described = {
         name: (prometheus, kind, tuple(re.findall(r"`(\w+)`", labels))) for name, prometheus, kind, labels in rows

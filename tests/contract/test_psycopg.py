@@ -1,4 +1,4 @@
-"""psycopg 3 as the driver, by URL and by the engines that SQLAlchemy makes of it, without asyncpg."""
+"""psycopg 3 as the driver, by URL and through SQLAlchemy engines, without asyncpg."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ async def test_rows_and_events_are_one_commit(outbox: Outbox, postgres_url: str)
     assert [row["n"] for row in await look.fetch("SELECT n FROM own ORDER BY n")] == [2, 3]
 
 
-async def test_a_wake_up_arrives_between_two_statements(outbox: Outbox, postgres_url: str) -> None:
+async def test_a_wakeup_arrives_between_two_statements(outbox: Outbox, postgres_url: str) -> None:
     handled = asyncio.Event()
 
     @outbox.handler(Paid, name="booking")
@@ -99,7 +99,7 @@ async def test_a_wake_up_arrives_between_two_statements(outbox: Outbox, postgres
             await handled.wait()
 
 
-async def test_sessions_that_the_server_ends_are_opened_again(outbox: Outbox, postgres_url: str) -> None:
+async def test_sessions_ended_by_the_server_are_reopened(outbox: Outbox, postgres_url: str) -> None:
     handled: list[int] = []
 
     @outbox.handler(Paid, name="booking")
@@ -124,7 +124,7 @@ async def test_sessions_that_the_server_ends_are_opened_again(outbox: Outbox, po
         await eventually(lambda: handled == [1])
 
 
-async def test_record_takes_a_connection_of_psycopg(outbox: Outbox, postgres_url: str) -> None:
+async def test_record_accepts_a_connection_of_psycopg(outbox: Outbox, postgres_url: str) -> None:
     look = Look(postgres_url)
     async with await connect(postgres_url) as connection:
         await outbox.record(connection, WalletOpened(uuid4()), action="X")
@@ -149,7 +149,7 @@ async def test_an_outbox_over_asyncpg_records_on_psycopg(postgres_url: str) -> N
     assert len(await written(Look(postgres_url))) == 1
 
 
-async def test_a_web_application_changes_nothing_but_its_outbox(postgres_url: str) -> None:
+async def test_a_web_application_works_over_psycopg(postgres_url: str) -> None:
     from httpx import ASGITransport, AsyncClient
 
     engine = create_async_engine(postgres_url)
@@ -176,7 +176,7 @@ async def test_a_web_application_changes_nothing_but_its_outbox(postgres_url: st
     await engine.dispose()
 
 
-async def test_values_come_back_as_they_were_sent(postgres_url: str) -> None:
+async def test_values_are_read_back_unchanged(postgres_url: str) -> None:
     texts = ["", "NULL", 'a"b', "a\\b", "{x,y}", " é😀", None]
     sent: dict[str, list[Any]] = {
         "text[]": [texts, [], ["a,b"]],
@@ -200,14 +200,14 @@ async def test_values_come_back_as_they_were_sent(postgres_url: str) -> None:
         await connection.close()
 
 
-async def test_a_late_statement_ends_its_connection(postgres_url: str) -> None:
+async def test_a_statement_that_times_out_closes_its_connection(postgres_url: str) -> None:
     connection = await connect_for_loops(postgres_url, timeout=10)
     with pytest.raises(TimeoutError):
         await connection.execute("SELECT pg_sleep(60)", timeout=0.05)
     assert connection.is_closed()
 
 
-async def test_the_end_of_a_session_is_noticed_between_statements(postgres_url: str) -> None:
+async def test_the_end_of_a_session_is_detected_between_statements(postgres_url: str) -> None:
     connection = await connect_for_loops(postgres_url, timeout=10)
     ended = asyncio.Event()
     connection.add_termination_listener(lambda _: ended.set())
@@ -225,7 +225,7 @@ async def test_a_transaction_cannot_be_ended_by_a_statement(outbox: Outbox) -> N
 
 async def test_a_pool_of_psycopg_is_refused() -> None:
     pool = type("AsyncConnectionPool", (), {"__module__": "psycopg_pool.pool_async"})()
-    with pytest.raises(ConfigurationError, match="is a pool of psycopg; give its conninfo as a URL"):
+    with pytest.raises(ConfigurationError, match="is a psycopg pool; pass its conninfo as a URL"):
         Outbox(pool, namespace="app")
 
 
@@ -264,7 +264,7 @@ async def test_psycopg_alone_is_enough(postgres_url: str, scheme: str) -> None:
     assert (done.stdout, done.stderr) == ("[5]\n", "")
 
 
-async def test_a_statement_prepared_before_a_table_changed_is_prepared_anew(postgres_url: str) -> None:
+async def test_a_statement_is_prepared_again_after_a_table_changed(postgres_url: str) -> None:
     look = Look(postgres_url)
     await look.fetch("CREATE TABLE own (n INT)")
     connection = await connect_for_loops(postgres_url, timeout=10)

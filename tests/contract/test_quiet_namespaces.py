@@ -1,4 +1,4 @@
-"""A quiet namespace beside a busy one, in the same tables: its lists are complete, and show nothing of the other."""
+"""A quiet namespace beside a busy one in the same tables: its lists are complete and show no other rows."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 
 from outboxio import Filter, Outbox
 from outboxio.model.operating.operation import Page
-from outboxio.storage.tables import event_search, walks
+from outboxio.storage.tables import event_search, scans
+from outboxio.storage.tables.scans import Bounds
 from outboxio.storage.tables.search import NotificationSearch
-from outboxio.storage.tables.walks import Bounds
 from tests.kit.app import Look
 from tests.kit.inside import database_of
 from tests.kit.rows import EventRow, Row, insert
@@ -24,7 +24,7 @@ APART = 40_000  # milliseconds between the ids of two rows
 OWN, FOREIGN = 6, 1500
 SECRET = "handler-of-busy"
 
-Ask = Callable[[Filter, str | None], Awaitable[Page[object]]]
+Read = Callable[[Filter, str | None], Awaitable[Page[object]]]
 
 
 def id_at(number: int) -> UUID:
@@ -34,7 +34,7 @@ def id_at(number: int) -> UUID:
 
 @pytest.fixture
 async def own(outbox: Outbox, look: Look) -> list[UUID]:
-    """The ids of the events of namespace ``app``, newest first. The neighbour's rows are newer, but for a few."""
+    """The ids of the events of namespace ``app``, newest first. Most rows of the other namespace are newer."""
     numbers = [0, 1, 2, 40, 41, OWN + FOREIGN - 400]
     names = ["app" if number in numbers else "busy" for number in range(OWN + FOREIGN)]
     both = [
@@ -53,17 +53,17 @@ async def own(outbox: Outbox, look: Look) -> list[UUID]:
 
 
 @pytest.fixture(params=["list", "events", "actions"])
-def ask(request: pytest.FixtureRequest, outbox: Outbox) -> Ask:
-    question = getattr(outbox.admin, request.param)
-    return lambda filter, after: question(filter, 4, after)
+def read(request: pytest.FixtureRequest, outbox: Outbox) -> Read:
+    query = getattr(outbox.admin, request.param)
+    return lambda filter, after: query(filter, 4, after)
 
 
-async def pages(ask: Ask, filter: Filter) -> AsyncIterator[Page[object]]:
+async def pages(read: Read, filter: Filter) -> AsyncIterator[Page[object]]:
     after: str | None = None
     while True:
-        page = await ask(filter, after)
+        page = await read(filter, after)
         yield page
-        assert page.next is None or page.next != after, "a page moves on"
+        assert page.next is None or page.next != after, "each page continues after the previous one"
         if (after := page.next) is None:
             return
 
@@ -78,11 +78,11 @@ def set_bounds(outbox: Outbox, monkeypatch: pytest.MonkeyPatch, bounds: Bounds) 
 
 
 def pass_few(outbox: Outbox, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
-    """Let a question pass few rows of other namespaces, and a read fewer still."""
-    set_bounds(outbox, monkeypatch, Bounds(rows=100, errors=50, foreign=most))
-    for module in (walks, event_search):
-        monkeypatch.setattr(module, "FOREIGN_AT_ONCE", most // 2)
-        monkeypatch.setattr(module, "MOST_ROWS", most // 3)
+    """Let a query skip only few rows of other namespaces, and a read even fewer."""
+    set_bounds(outbox, monkeypatch, Bounds(rows=100, errors=50, skipped=most))
+    for module in (scans, event_search):
+        monkeypatch.setattr(module, "SKIPPED_AT_ONCE", most // 2)
+        monkeypatch.setattr(module, "MAX_ROWS", most // 3)
 
 
 FILTERS = [
@@ -93,26 +93,26 @@ FILTERS = [
 ]
 
 
-async def test_a_busy_namespace_leaves_the_lists_of_a_quiet_one_complete(
-    outbox: Outbox, ask: Ask, own: list[UUID], monkeypatch: pytest.MonkeyPatch
+async def test_a_busy_namespace_hides_nothing_of_a_quiet_one(
+    outbox: Outbox, read: Read, own: list[UUID], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_bounds(outbox, monkeypatch, Bounds(rows=100, errors=50))
     for filter in FILTERS:
-        first = await ask(filter, None)
+        first = await read(filter, None)
         assert events_in(first) == own[:4], filter
         assert first.next is not None
-        assert events_in(await ask(filter, first.next)) == own[4:], filter
+        assert events_in(await read(filter, first.next)) == own[4:], filter
         assert str(await outbox.admin.count(filter)) == str(OWN)
 
 
-async def test_no_page_and_no_cursor_contains_data_of_another_namespace(
-    outbox: Outbox, ask: Ask, own: list[UUID], monkeypatch: pytest.MonkeyPatch
+async def test_no_page_or_cursor_contains_data_of_another_namespace(
+    outbox: Outbox, read: Read, own: list[UUID], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pass_few(outbox, monkeypatch, 70)
     for filter in FILTERS:
         found: list[UUID] = []
         cursors: list[str] = []
-        async for page in pages(ask, filter):
+        async for page in pages(read, filter):
             found += events_in(page)
             cursors += [base64.urlsafe_b64decode(page.next + "==").decode()] if page.next else []
         assert found == own, filter
@@ -121,7 +121,7 @@ async def test_no_page_and_no_cursor_contains_data_of_another_namespace(
         assert [text for text in cursors if SECRET in text or any(id in text for id in foreign)] == []
 
 
-async def test_a_page_ends_after_a_bounded_number_of_foreign_rows(
+async def test_a_page_ends_after_a_bounded_number_of_skipped_rows(
     outbox: Outbox, own: list[UUID], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pass_few(outbox, monkeypatch, 70)
@@ -134,16 +134,16 @@ async def test_a_page_ends_after_a_bounded_number_of_foreign_rows(
     assert str(count) == "0+"
 
 
-async def test_foreign_rows_of_the_same_minute_do_not_hold_a_list_up(
-    outbox: Outbox, look: Look, ask: Ask, monkeypatch: pytest.MonkeyPatch
+async def test_skipped_rows_of_one_minute_do_not_stop_a_list(
+    outbox: Outbox, look: Look, read: Read, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A cursor shows the minute of a foreign row, so a list continues until the minute has passed."""
+    """A cursor has the minute of a skipped row, so a list continues until the minute has passed."""
     pass_few(outbox, monkeypatch, 10)
     ids = [UUID(int=id_at(0).int + (number << 4)) for number in range(100)]
     await insert(look, [EventRow(id=id, namespace="app" if id == ids[0] else "busy", action_id=id) for id in ids])
     await insert(look, [Row(event_id=id, namespace="app" if id == ids[0] else "busy", state="SUCCEEDED") for id in ids])
 
-    found = [id async for page in pages(ask, Filter()) for id in events_in(page)]
+    found = [id async for page in pages(read, Filter()) for id in events_in(page)]
 
     assert found == ids[:1]
 

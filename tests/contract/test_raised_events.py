@@ -1,4 +1,4 @@
-"""Objects that raise events, in a session with ``outbox.bind``."""
+"""Events raised by mapped objects, in a session with ``outbox.bind``."""
 
 from __future__ import annotations
 
@@ -43,9 +43,7 @@ async def notes(look: Look) -> list[str]:
     return [row["payload"]["text"] for row in sorted(await written(look), key=lambda row: row["sequence"])]
 
 
-async def test_events_are_written_in_the_order_in_which_all_objects_raised_them(
-    outbox: Outbox, look: Look, maker: Maker
-) -> None:
+async def test_events_are_written_in_the_order_they_were_raised(outbox: Outbox, look: Look, maker: Maker) -> None:
     async with maker.begin() as session:
         outbox.bind(session, action="Place")
         first, second = Order(), GiftOrder()
@@ -73,7 +71,7 @@ async def test_events_are_written_in_the_order_in_which_all_objects_raised_them(
 
 
 @pytest.mark.slow
-async def test_an_unchanged_object_that_only_raises_is_not_forgotten(outbox: Outbox, look: Look, maker: Maker) -> None:
+async def test_an_unchanged_object_that_only_raises_is_included(outbox: Outbox, look: Look, maker: Maker) -> None:
     async with maker.begin() as session:
         session.add(Order(id=1))
     async with maker.begin() as session:
@@ -85,7 +83,7 @@ async def test_an_unchanged_object_that_only_raises_is_not_forgotten(outbox: Out
     assert await notes(look) == ["a"]
 
 
-async def test_rollbacks_drop_what_was_raised(outbox: Outbox, look: Look, maker: Maker) -> None:
+async def test_a_rollback_drops_raised_events(outbox: Outbox, look: Look, maker: Maker) -> None:
     async with maker() as session:
         outbox.bind(session)
         order = Order(id=1)
@@ -112,7 +110,7 @@ async def test_rollbacks_drop_what_was_raised(outbox: Outbox, look: Look, maker:
     assert await notes(look) == ["before", "released", "after the rollback"]
 
 
-async def test_a_flush_that_fails_drops_what_was_raised(outbox: Outbox, look: Look, maker: Maker) -> None:
+async def test_a_failed_flush_drops_raised_events(outbox: Outbox, look: Look, maker: Maker) -> None:
     async with maker.begin() as session:
         session.add(Order(id=1))
     async with maker() as session:
@@ -129,7 +127,7 @@ async def test_a_flush_that_fails_drops_what_was_raised(outbox: Outbox, look: Lo
 
 
 @pytest.mark.slow
-async def test_events_of_an_object_in_no_session_stay_with_the_object(outbox: Outbox, look: Look, maker: Maker) -> None:
+async def test_events_of_a_detached_object_stay_with_it(outbox: Outbox, look: Look, maker: Maker) -> None:
     order = Order(id=1)
     order.note("a")
     gc.collect()
@@ -157,7 +155,7 @@ async def test_events_of_an_object_in_no_session_stay_with_the_object(outbox: Ou
     assert await notes(look) == ["expunged before the flush", "a"]
 
 
-async def test_a_deleted_object_raises_events_too(outbox: Outbox, look: Look, maker: Maker) -> None:
+async def test_events_of_a_deleted_object_are_written(outbox: Outbox, look: Look, maker: Maker) -> None:
     async with maker.begin() as session:
         outbox.bind(session)
         session.add(order := Order(id=1))
@@ -168,7 +166,7 @@ async def test_a_deleted_object_raises_events_too(outbox: Outbox, look: Look, ma
 
 
 @pytest.mark.parametrize("changes", [True, False])
-async def test_a_session_without_an_outbox_refuses_what_its_objects_raise(
+async def test_raised_events_are_refused_in_a_session_without_an_outbox(
     outbox: Outbox, look: Look, maker: Maker, changes: bool
 ) -> None:
     async with maker.begin() as session:
@@ -182,12 +180,12 @@ async def test_a_session_without_an_outbox_refuses_what_its_objects_raise(
             await session.commit()
         await session.rollback()
         order.note("b")
-        outbox.bind(session)  # soon enough, because nothing was flushed
+        outbox.bind(session)  # early enough, because nothing was flushed
         await session.commit()
     assert await notes(look) == ["b"]
 
 
-async def test_a_wrong_event_fails_the_flush(outbox: Outbox, look: Look, maker: Maker) -> None:
+async def test_an_invalid_event_fails_the_flush(outbox: Outbox, look: Look, maker: Maker) -> None:
     async with maker() as session:
         outbox.bind(session)
         session.add(order := Order(id=1))

@@ -18,12 +18,12 @@ def rates(outbox: Outbox) -> Rates:
     return database_of(outbox).rates
 
 
-async def test_reserved_spans_follow_one_another(rates: Rates) -> None:
+async def test_reserved_spans_follow_each_other(rates: Rates) -> None:
     firsts = await asyncio.gather(*(rates.reserve("app", "mail", earliest=1_000, span=10) for _ in range(20)))
     assert sorted(firsts) == list(range(1_000, 1_200, 10))
 
 
-async def test_a_span_that_nobody_reserved_in_time_is_lost(rates: Rates) -> None:
+async def test_an_unused_span_expires(rates: Rates) -> None:
     now = 1_900_000_000_000_000
     assert await rates.reserve("app", "mail", earliest=now, span=10) == now
     assert await rates.reserve("app", "mail", earliest=now + 500, span=10) == now + 500

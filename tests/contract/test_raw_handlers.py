@@ -1,4 +1,4 @@
-"""Raw handlers get the stored JSON of an event, and nothing is decoded."""
+"""Raw handlers get the stored JSON of an event without decoding."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def content(payload: object) -> Any:
     return json.loads(payload)
 
 
-async def test_a_raw_handler_gets_the_stored_json_and_a_decoding_handler_gets_it_as_well(outbox: Outbox) -> None:
+async def test_raw_and_decoding_handlers_both_get_the_stored_json(outbox: Outbox) -> None:
     raw: list[EventEnvelope[bytes]] = []
     decoded: list[EventEnvelope[MoneyDeposited]] = []
 
@@ -49,7 +49,7 @@ async def test_a_raw_handler_gets_the_stored_json_and_a_decoding_handler_gets_it
     assert decoded[0].event == MoneyDeposited(WALLET, Decimal(12))
 
 
-async def test_a_raw_handler_names_events_without_a_class(outbox: Outbox) -> None:
+async def test_a_raw_handler_may_subscribe_to_names_without_a_class(outbox: Outbox) -> None:
     seen: list[tuple[str, Any]] = []
 
     @outbox.handler("InvoicePaid", MoneyDeposited, name="mirror", raw=True)
@@ -82,7 +82,7 @@ class Mirror(EventHandler[bytes]):
 
 
 @pytest.mark.parametrize("wanted", [{"topic": "money"}, {"event_types": ("MoneyDeposited",)}], ids=str)
-async def test_a_batch_that_is_split_gets_the_same_json_again(outbox: Outbox, wanted: dict[str, Any]) -> None:
+async def test_a_split_batch_gets_the_same_json_again(outbox: Outbox, wanted: dict[str, Any]) -> None:
     mirror = Mirror(**wanted)
     outbox.add_handler(mirror)
 
@@ -96,7 +96,7 @@ async def test_a_batch_that_is_split_gets_the_same_json_again(outbox: Outbox, wa
         assert [content(one.event) for one in call] == [content(one.payload) for one in call]
 
 
-async def test_a_payload_that_fits_no_class_reaches_a_raw_handler(outbox: Outbox, look: Look) -> None:
+async def test_an_undecodable_payload_reaches_a_raw_handler(outbox: Outbox, look: Look) -> None:
     seen: list[Any] = []
 
     @outbox.handler(MoneyDeposited, name="mirror", raw=True)
@@ -110,7 +110,7 @@ async def test_a_payload_that_fits_no_class_reaches_a_raw_handler(outbox: Outbox
     assert await look.states() == {"SUCCEEDED": 1}
 
 
-async def test_an_event_of_a_newer_version_does_not_wait_for_newer_code(outbox: Outbox, look: Look) -> None:
+async def test_a_raw_handler_does_not_wait_for_newer_code(outbox: Outbox, look: Look) -> None:
     seen: list[tuple[int, Any]] = []
 
     @outbox.handler(MoneyDeposited, name="mirror", raw=True)
@@ -126,7 +126,7 @@ async def test_an_event_of_a_newer_version_does_not_wait_for_newer_code(outbox: 
     assert await look.states() == {"SUCCEEDED": 1}
 
 
-async def test_an_action_feeds_a_raw_transactional_handler(outbox: Outbox) -> None:
+async def test_an_action_provides_events_to_a_raw_transactional_handler(outbox: Outbox) -> None:
     seen: list[int] = []
 
     @outbox.handler(MoneyDeposited, name="mirror", raw=True, delivery="transactional")
@@ -143,7 +143,7 @@ class Other(Event):
     number: int
 
 
-def test_names_need_a_raw_handler_and_a_raw_handler_takes_bytes() -> None:
+def test_event_names_require_raw_and_raw_requires_bytes() -> None:
     handlers = Handlers()
 
     async def takes_any(envelope: Any) -> None: ...
@@ -151,7 +151,7 @@ def test_names_need_a_raw_handler_and_a_raw_handler_takes_bytes() -> None:
 
     with pytest.raises(RegistrationError, match=r"'InvoicePaid', a name .*, or add raw=True"):
         handlers.handler("InvoicePaid", name="mirror")(takes_any)
-    with pytest.raises(RegistrationError, match=r"annotate EventEnvelope\[bytes\], or leave raw= out"):
+    with pytest.raises(RegistrationError, match=r"annotate EventEnvelope\[bytes\], or remove raw="):
         handlers.handler(Other, name="mirror", raw=True)(takes_event)
     with pytest.raises(RegistrationError, match="an event type of handler 'mirror': ' ' is blank"):
         handlers.handler(" ", name="mirror", raw=True)(takes_any)

@@ -1,4 +1,4 @@
-"""Why unfinished notifications have not run: every one has a reason, in counts and in a sentence, on every database."""
+"""Why unfinished notifications have not run: each has a reason, as a count and as text, on every database."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def sentences(outbox: Outbox, **wanted: Any) -> set[str | None]:
 
 
 async def reports(outbox: Outbox, **handlers: dict[str, Any]) -> None:
-    """A process in ``running()`` reports this about its handlers."""
+    """Let a process in ``running()`` report this about its handlers."""
     now = clock_of(outbox)()
     content = msgspec.Raw(msgspec.json.encode({"roles": ["handling"], "handlers": handlers}))
     report = InstanceReport(
@@ -66,7 +66,7 @@ async def test_finished_notifications_have_no_reason(outbox: Outbox) -> None:
     assert await sentences(outbox) == {None}
 
 
-async def test_a_row_that_runs_is_queued_and_says_so(outbox: Outbox) -> None:
+async def test_a_running_row_is_reported_as_queued(outbox: Outbox) -> None:
     gate = Gate()
     outbox.handler(MoneyDeposited, name="mail", concurrency=1)(gate)
     async with outbox.running():
@@ -74,11 +74,11 @@ async def test_a_row_that_runs_is_queued_and_says_so(outbox: Outbox) -> None:
         await gate.calls(1)
         await eventually(lambda: outbox.admin.list("PENDING"))
         assert await reasons(outbox) == {"queued": 2}
-        assert await sentences(outbox) == {"Due since 2030-01-01 12:00:00 UTC: it waits for its turn, or runs now."}
+        assert await sentences(outbox) == {"Due since 2030-01-01 12:00:00 UTC: queued or running."}
         gate.open()
 
 
-async def test_rows_wait_for_a_retry_and_behind_the_head_of_their_key(outbox: Outbox) -> None:
+async def test_rows_wait_for_a_retry_or_behind_their_keys_head(outbox: Outbox) -> None:
     journal = Journal(lambda envelope: ValueError("no"))
     outbox.handler(MoneyDeposited, name="mail", ordered=True, retry=RetryPolicy(base="1m", jitter=0))(journal)
     async with outbox.transaction("Pay") as tx:
@@ -110,11 +110,11 @@ async def test_a_parked_key_names_the_notification_that_parks_it(outbox: Outbox)
     await outbox.drain()
     [dead] = await outbox.admin.list("DEAD")
     assert await sentences(outbox, state="BLOCKED") == {
-        f"Waits behind `{dead.id}`, the first of key `k1`. It ended DEAD: retry it, or skip it."
+        f"Waits behind `{dead.id}`, the first of key `k1`. It ended DEAD: retry or skip it."
     }
 
 
-async def test_an_event_that_is_available_later_is_delayed(outbox: Outbox, clock: MovableClock) -> None:
+async def test_an_event_available_later_is_delayed(outbox: Outbox, clock: MovableClock) -> None:
     outbox.handler(MoneyDeposited, name="mail")(Journal())
     async with outbox.transaction("Pay") as tx:
         tx.emit(MoneyDeposited(uuid4(), Decimal(1)), available_at=clock.now() + timedelta(hours=2))
@@ -133,7 +133,7 @@ async def test_events_of_a_scheduled_batch_wait_for_the_schedule(outbox: Outbox)
     assert text == "Waits for the schedule of `report`, `0 15 * * *`: next at 2030-01-01 15:00:00 UTC."
 
 
-async def test_rows_wait_for_an_operator_who_has_paused_the_handler(outbox: Outbox) -> None:
+async def test_rows_of_a_paused_handler_wait_for_an_operator(outbox: Outbox) -> None:
     outbox.handler(MoneyDeposited, name="mail")(Journal())
     await outbox.drain()
     await outbox.admin.pause("mail")
@@ -141,10 +141,10 @@ async def test_rows_wait_for_an_operator_who_has_paused_the_handler(outbox: Outb
     async with outbox.running():
         await eventually(lambda: _counts(outbox, PENDING=2))
         assert await reasons(outbox) == {"paused": 2}
-        assert await sentences(outbox) == {"`mail` is paused: `outboxio unpause mail` continues it."}
+        assert await sentences(outbox) == {"`mail` is paused: `outboxio unpause mail` resumes it."}
 
 
-async def test_rows_without_a_process_wait_for_an_owner_and_later_for_a_handler(
+async def test_rows_without_a_process_wait_for_an_owner_then_a_handler(
     make_outbox: MakeOutbox, clock: MovableClock
 ) -> None:
     gone, other = await make_outbox(clock=clock), await make_outbox(clock=clock)
@@ -168,7 +168,7 @@ async def test_rows_without_a_process_wait_for_an_owner_and_later_for_a_handler(
     }
 
 
-async def test_a_row_of_a_newer_version_names_the_version(make_outbox: MakeOutbox, clock: MovableClock) -> None:
+async def test_a_deferred_row_names_its_version(make_outbox: MakeOutbox, clock: MovableClock) -> None:
     class Made(Event, type_name="Made"):
         number: int
 
@@ -184,7 +184,7 @@ async def test_a_row_of_a_newer_version_names_the_version(make_outbox: MakeOutbo
     assert await sentences(worker) == {"Waits for version 2 of `Made`: deploy the newer code to the workers of `mail`."}
 
 
-async def test_what_a_process_reports_is_the_reason_of_due_rows(outbox: Outbox) -> None:
+async def test_reports_of_a_process_explain_its_due_rows(outbox: Outbox) -> None:
     gate = Gate()
     outbox.handler(MoneyDeposited, name="mail")(gate)
     async with outbox.running():
@@ -204,9 +204,7 @@ async def test_what_a_process_reports_is_the_reason_of_due_rows(outbox: Outbox) 
         gate.open()
 
 
-async def test_rows_under_an_alias_count_once_while_both_versions_run(
-    make_outbox: MakeOutbox, clock: MovableClock
-) -> None:
+async def test_rows_under_an_alias_count_once_during_a_deployment(make_outbox: MakeOutbox, clock: MovableClock) -> None:
     old, new = await make_outbox(clock=clock), await make_outbox(clock=clock)
     old.handler(MoneyDeposited, name="old")(Journal())
     new.handler(MoneyDeposited, name="new", aliases={"old"})(Journal())
@@ -219,7 +217,7 @@ async def test_rows_under_an_alias_count_once_while_both_versions_run(
     assert await reasons(new) == {"no_owner": 3}
 
 
-async def test_rows_under_a_former_name_have_the_reason_of_its_successor(
+async def test_rows_under_a_former_name_have_its_successors_reason(
     make_outbox: MakeOutbox, clock: MovableClock
 ) -> None:
     old, new = await make_outbox(clock=clock), await make_outbox(clock=clock)
@@ -237,7 +235,7 @@ async def test_rows_under_a_former_name_have_the_reason_of_its_successor(
     assert [one.handler_name for one in (await fresh_overview(new)).handlers] == ["new"]
 
 
-async def test_the_first_process_after_a_standstill_does_not_miss_the_others(
+async def test_the_first_process_after_an_outage_expects_the_others(
     make_outbox: MakeOutbox, clock: MovableClock
 ) -> None:
     mail, ledger = await make_outbox(clock=clock), await make_outbox(clock=clock)
@@ -262,7 +260,7 @@ async def test_an_unknown_handler_is_refused_by_name(outbox: Outbox) -> None:
         await outbox.admin.waiting("mial")
 
 
-async def test_more_rows_than_the_overview_counts_are_counted_exactly(outbox: Outbox) -> None:
+async def test_row_counts_beyond_the_overview_limit_are_exact(outbox: Outbox) -> None:
     outbox.handler(MoneyDeposited, name="mail")(Journal())
     await outbox.drain()
     async with outbox.running(handling=False):

@@ -1,4 +1,4 @@
-"""``outbox.record`` inside a transaction that the caller has open, on whatever the caller has it open with."""
+"""``outbox.record`` inside an open transaction of the caller, on every kind of connection."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ from tests.kit.probes import MakeOutbox, balances, statements_on, written
 pytestmark = pytest.mark.with_tables
 
 
-class HandlerInvoker:
-    """A connection of the application: the argument of ``record``, and its transactions."""
+class Caller:
+    """A user-supplied connection: the argument of ``record``, and its transactions."""
 
     def __init__(
-        self, connection: Any, begin: Any, commit: Any, rollback: Any, run: Any, *, is_always_in_one: bool = False
+        self, connection: Any, begin: Any, commit: Any, rollback: Any, run: Any, *, begins_implicitly: bool = False
     ) -> None:
         self.connection = connection
-        #: Whether any statement begins a transaction where there is none.
-        self.is_always_in_one = is_always_in_one
+        #: Whether a statement starts a transaction implicitly.
+        self.begins_implicitly = begins_implicitly
         self._begin, self._commit, self._rollback, self._run = begin, commit, rollback, run
 
     async def begin(self) -> None:
@@ -78,16 +78,16 @@ def path_of(url: str) -> Path:
     return Path(urlsplit(url).path[1:])
 
 
-def in_plain_sql(connection: Any, run: Callable[[str], Any]) -> HandlerInvoker:
-    """BEGIN, COMMIT and ROLLBACK as statements, which all databases understand."""
-    return HandlerInvoker(connection, lambda: run("BEGIN"), lambda: run("COMMIT"), lambda: run("ROLLBACK"), run)
+def in_plain_sql(connection: Any, run: Callable[[str], Any]) -> Caller:
+    """BEGIN, COMMIT and ROLLBACK as statements, which all databases accept."""
+    return Caller(connection, lambda: run("BEGIN"), lambda: run("COMMIT"), lambda: run("ROLLBACK"), run)
 
 
-# --- ways to have a transaction open --------------------------------------------------------------------
+# --- ways to open a transaction -------------------------------------------------------------------------
 
 
 @asynccontextmanager
-async def asyncpg_connection(url: str) -> AsyncIterator[HandlerInvoker]:
+async def asyncpg_connection(url: str) -> AsyncIterator[Caller]:
     connection = await asyncpg.connect(url)
     try:
         yield in_plain_sql(connection, connection.execute)
@@ -96,7 +96,7 @@ async def asyncpg_connection(url: str) -> AsyncIterator[HandlerInvoker]:
 
 
 @asynccontextmanager
-async def asyncpg_transaction_on_a_pools_connection(url: str) -> AsyncIterator[HandlerInvoker]:
+async def asyncpg_transaction_on_a_pools_connection(url: str) -> AsyncIterator[Caller]:
     async with asyncpg.create_pool(url, min_size=0, max_size=1) as pool, pool.acquire() as connection:
         open_now: list[Any] = []
 
@@ -104,7 +104,7 @@ async def asyncpg_transaction_on_a_pools_connection(url: str) -> AsyncIterator[H
             open_now.append(connection.transaction())
             return open_now[-1].start()
 
-        yield HandlerInvoker(
+        yield Caller(
             connection,
             begin,
             lambda: open_now.pop().commit(),
@@ -114,32 +114,32 @@ async def asyncpg_transaction_on_a_pools_connection(url: str) -> AsyncIterator[H
 
 
 @asynccontextmanager
-async def aiomysql_connection(url: str) -> AsyncIterator[HandlerInvoker]:
+async def aiomysql_connection(url: str) -> AsyncIterator[Caller]:
     async with mysql.connected(url) as connection:
         yield in_plain_sql(connection, partial(mysql.fetch, connection))
 
 
 @asynccontextmanager
-async def aiomysql_transaction_on_a_pools_connection(url: str) -> AsyncIterator[HandlerInvoker]:
+async def aiomysql_transaction_on_a_pools_connection(url: str) -> AsyncIterator[Caller]:
     async with (
         mysql.pool(url, minsize=0, autocommit=True) as pool,
         pool.acquire() as connection,
     ):
         run = partial(mysql.fetch, connection)
-        yield HandlerInvoker(connection, connection.begin, connection.commit, connection.rollback, run)
+        yield Caller(connection, connection.begin, connection.commit, connection.rollback, run)
 
 
 @asynccontextmanager
-async def aiomysql_that_begins_by_itself(url: str) -> AsyncIterator[HandlerInvoker]:
-    """The default of the driver: a transaction begins with the first statement that needs a transaction."""
+async def aiomysql_with_implicit_begin(url: str) -> AsyncIterator[Caller]:
+    """The driver's default: a transaction starts with the first statement that needs one."""
     async with mysql.connected(url, autocommit=False) as connection:
         run = partial(mysql.fetch, connection)
         begin = partial(run, "UPDATE wallets SET balance = balance")
-        yield HandlerInvoker(connection, begin, connection.commit, connection.rollback, run, is_always_in_one=True)
+        yield Caller(connection, begin, connection.commit, connection.rollback, run, begins_implicitly=True)
 
 
 @asynccontextmanager
-async def sqlite3_connection(url: str) -> AsyncIterator[HandlerInvoker]:
+async def sqlite3_connection(url: str) -> AsyncIterator[Caller]:
     connection = sqlite3.connect(path_of(url), isolation_level=None)
     try:
         yield in_plain_sql(connection, connection.execute)
@@ -148,18 +148,18 @@ async def sqlite3_connection(url: str) -> AsyncIterator[HandlerInvoker]:
 
 
 @asynccontextmanager
-async def sqlite3_that_begins_by_itself(url: str) -> AsyncIterator[HandlerInvoker]:
-    """The default of the standard library: a transaction begins with the first INSERT."""
+async def sqlite3_with_implicit_begin(url: str) -> AsyncIterator[Caller]:
+    """The standard library's default: a transaction starts with the first INSERT."""
     connection = sqlite3.connect(path_of(url))
     begin = lambda: connection.execute("UPDATE wallets SET balance = balance")  # noqa: E731
     try:
-        yield HandlerInvoker(connection, begin, connection.commit, connection.rollback, connection.execute)
+        yield Caller(connection, begin, connection.commit, connection.rollback, connection.execute)
     finally:
         connection.close()
 
 
 @asynccontextmanager
-async def aiosqlite_connection(url: str) -> AsyncIterator[HandlerInvoker]:
+async def aiosqlite_connection(url: str) -> AsyncIterator[Caller]:
     async with aiosqlite.connect(path_of(url), isolation_level=None) as connection:
         yield in_plain_sql(connection, connection.execute)
 
@@ -169,11 +169,11 @@ def engine_of(url: str) -> AsyncEngine:
 
 
 @asynccontextmanager
-async def sqlalchemy_session(url: str) -> AsyncIterator[HandlerInvoker]:
+async def sqlalchemy_session(url: str) -> AsyncIterator[Caller]:
     engine = engine_of(url)
     try:
         async with async_sessionmaker(engine)() as session:
-            yield HandlerInvoker(
+            yield Caller(
                 session, session.begin, session.commit, session.rollback, lambda sql: session.execute(text(sql))
             )
     finally:
@@ -181,11 +181,11 @@ async def sqlalchemy_session(url: str) -> AsyncIterator[HandlerInvoker]:
 
 
 @asynccontextmanager
-async def sqlalchemy_connection(url: str) -> AsyncIterator[HandlerInvoker]:
+async def sqlalchemy_connection(url: str) -> AsyncIterator[Caller]:
     engine = engine_of(url)
     try:
         async with engine.connect() as connection:
-            yield HandlerInvoker(
+            yield Caller(
                 connection,
                 connection.begin,
                 connection.commit,
@@ -196,7 +196,7 @@ async def sqlalchemy_connection(url: str) -> AsyncIterator[HandlerInvoker]:
         await engine.dispose()
 
 
-Way = Callable[[str], AbstractAsyncContextManager[HandlerInvoker]]
+Way = Callable[[str], AbstractAsyncContextManager[Caller]]
 
 #: With the driver of the database.
 WAYS: dict[str, dict[str, Way]] = {
@@ -208,11 +208,11 @@ WAYS: dict[str, dict[str, Way]] = {
     "driver's transactions": {
         "asyncpg": asyncpg_transaction_on_a_pools_connection,
         "aiomysql": aiomysql_transaction_on_a_pools_connection,
-        "sqlite3": sqlite3_that_begins_by_itself,
+        "sqlite3": sqlite3_with_implicit_begin,
     },
     "async driver": {
         "asyncpg": asyncpg_connection,
-        "aiomysql": aiomysql_that_begins_by_itself,
+        "aiomysql": aiomysql_with_implicit_begin,
         "sqlite3": aiosqlite_connection,
     },
     "session": dict.fromkeys(["asyncpg", "aiomysql", "sqlite3"], sqlalchemy_session),
@@ -220,15 +220,15 @@ WAYS: dict[str, dict[str, Way]] = {
 }
 
 
-def a_caller(url: str, way: str) -> AbstractAsyncContextManager[HandlerInvoker]:
+def a_caller(url: str, way: str) -> AbstractAsyncContextManager[Caller]:
     return WAYS[way][Look(url).driver](url)
 
 
 @pytest.fixture
-async def callers(outbox: Outbox, database_url: str, look: Look) -> AsyncIterator[AsyncIterator[HandlerInvoker]]:
-    """The application's connections in turn, each with its own way to open a transaction, on empty tables."""
+async def callers(outbox: Outbox, database_url: str, look: Look) -> AsyncIterator[AsyncIterator[Caller]]:
+    """User-supplied connections in turn, each with its own way to open a transaction, on empty tables."""
 
-    async def one_after_the_other() -> AsyncIterator[HandlerInvoker]:
+    async def one_after_the_other() -> AsyncIterator[Caller]:
         for way in WAYS:
             await look.fetch("DELETE FROM wallets")
             await look.fetch("DELETE FROM {events}")
@@ -240,16 +240,16 @@ async def callers(outbox: Outbox, database_url: str, look: Look) -> AsyncIterato
 
 
 @pytest.fixture
-async def asynchronous(outbox: Outbox, database_url: str, look: Look) -> AsyncIterator[HandlerInvoker]:
+async def asynchronous(outbox: Outbox, database_url: str, look: Look) -> AsyncIterator[Caller]:
     async with a_caller(database_url, "async driver") as caller:
         yield caller
 
 
-# --- with the caller --------------------------------------------------------------------------------------
+# --- committed with the caller ----------------------------------------------------------------------------
 
 
 async def test_events_are_committed_with_the_callers_rows(
-    outbox: Outbox, look: Look, callers: AsyncIterator[HandlerInvoker]
+    outbox: Outbox, look: Look, callers: AsyncIterator[Caller]
 ) -> None:
     async for caller in callers:
         await caller.begin()
@@ -264,7 +264,7 @@ async def test_events_are_committed_with_the_callers_rows(
 
 
 async def test_events_are_rolled_back_with_the_callers_rows(
-    outbox: Outbox, look: Look, callers: AsyncIterator[HandlerInvoker]
+    outbox: Outbox, look: Look, callers: AsyncIterator[Caller]
 ) -> None:
     async for caller in callers:
         await caller.begin()
@@ -276,8 +276,8 @@ async def test_events_are_rolled_back_with_the_callers_rows(
         assert await written(look) == []
 
 
-async def test_events_may_come_before_the_first_own_statement(
-    outbox: Outbox, look: Look, callers: AsyncIterator[HandlerInvoker]
+async def test_events_may_precede_the_first_application_statement(
+    outbox: Outbox, look: Look, callers: AsyncIterator[Caller]
 ) -> None:
     async for caller in callers:
         await caller.begin()
@@ -293,11 +293,11 @@ async def test_events_may_come_before_the_first_own_statement(
         assert (await balances(look), len(await written(look))) == ([7], 1)
 
 
-async def test_record_is_refused_where_no_transaction_is_open(
-    outbox: Outbox, look: Look, callers: AsyncIterator[HandlerInvoker]
+async def test_record_is_refused_without_an_open_transaction(
+    outbox: Outbox, look: Look, callers: AsyncIterator[Caller]
 ) -> None:
     async for caller in callers:
-        if caller.is_always_in_one:
+        if caller.begins_implicitly:
             continue
         for _ in range(2):
             with pytest.raises(
@@ -310,13 +310,13 @@ async def test_record_is_refused_where_no_transaction_is_open(
         assert await written(look) == []
 
 
-async def test_a_refused_event_leaves_the_callers_transaction_as_it_is(
-    outbox: Outbox, look: Look, callers: AsyncIterator[HandlerInvoker]
+async def test_a_refused_event_leaves_the_callers_transaction_unchanged(
+    outbox: Outbox, look: Look, callers: AsyncIterator[Caller]
 ) -> None:
     async for caller in callers:
         await caller.begin()
         await caller.add_wallet("a")
-        with pytest.raises(InvalidEvent, match="is no Event"):
+        with pytest.raises(InvalidEvent, match="is not an Event"):
             await outbox.record(caller.connection, "opened", action="OpenWallet")  # type: ignore[arg-type]
         with pytest.raises(InvalidEvent, match="300 characters"):
             await outbox.record(caller.connection, WalletOpened(uuid4()), action="x" * 300)
@@ -324,8 +324,8 @@ async def test_a_refused_event_leaves_the_callers_transaction_as_it_is(
         assert (await balances(look), await written(look)) == ([7], [])
 
 
-async def test_what_was_recorded_is_handled_after_wake(make_outbox: MakeOutbox, database_url: str, look: Look) -> None:
-    # So long a pause that only the wake-up can be what ends it.
+async def test_recorded_events_are_handled_after_wake(make_outbox: MakeOutbox, database_url: str, look: Look) -> None:
+    # The pause is so long that only the wake-up can end it.
     outbox = await make_outbox(settings=Settings(fanout_poll_delay="1h", handling_poll_delay="1h"))
     journal = Journal()
     outbox.handler(MoneyDeposited, name="journal")(journal)
@@ -348,8 +348,8 @@ async def test_what_was_recorded_is_handled_after_wake(make_outbox: MakeOutbox, 
 # --- what is written --------------------------------------------------------------------------------------
 
 
-async def test_rows_say_what_record_was_told(
-    outbox: Outbox, look: Look, asynchronous: HandlerInvoker, clock: MovableClock
+async def test_rows_contain_the_arguments_of_record(
+    outbox: Outbox, look: Look, asynchronous: Caller, clock: MovableClock
 ) -> None:
     await asynchronous.begin()
     action_id = await outbox.record(
@@ -398,7 +398,7 @@ async def test_rows_say_what_record_was_told(
         }
 
 
-async def test_recording_no_event_leaves_a_sentinel(outbox: Outbox, look: Look, asynchronous: HandlerInvoker) -> None:
+async def test_recording_no_events_leaves_a_sentinel(outbox: Outbox, look: Look, asynchronous: Caller) -> None:
     await asynchronous.begin()
     await outbox.record(asynchronous.connection, action="Nothing", params={"a": 1})
     await asynchronous.commit()
@@ -407,22 +407,22 @@ async def test_recording_no_event_leaves_a_sentinel(outbox: Outbox, look: Look, 
 
 
 async def test_all_events_of_one_record_go_in_one_statement(outbox: Outbox, look: Look, database_url: str) -> None:
-    """Except for the question about the database: once per connection, or where the question costs no round trip."""
+    """Except for the query for the database, which runs once per connection, or where it costs no round trip."""
     async with a_caller(database_url, "driver") as caller:
         statements = statements_on(caller.connection)
         for _ in range(2):
             await caller.begin()
             await outbox.record(caller.connection, *(WalletOpened(uuid4()) for _ in range(100)), action="Many")
             await caller.commit()
-        await asyncio.sleep(0)  # asyncpg tells of a statement one turn of the loop later
-    asks = {"asyncpg": "SELECT", "aiomysql": "SHOW", "sqlite3": "PRAGMA"}[look.driver]
-    first, again = ["BEGIN", asks, "INSERT", "COMMIT"], ["BEGIN", *[asks] * look.is_file, "INSERT", "COMMIT"]
+        await asyncio.sleep(0)  # asyncpg reports a statement one turn of the loop later
+    lookup = {"asyncpg": "SELECT", "aiomysql": "SHOW", "sqlite3": "PRAGMA"}[look.driver]
+    first, again = ["BEGIN", lookup, "INSERT", "COMMIT"], ["BEGIN", *[lookup] * look.is_file, "INSERT", "COMMIT"]
     assert [statement.split()[0].rstrip(";") for statement in statements] == [*first, *again]
     assert len(await written(look)) == 200
 
 
-async def test_what_a_handler_records_is_caused_by_its_event(
-    outbox: Outbox, look: Look, asynchronous: HandlerInvoker
+async def test_events_recorded_by_a_handler_are_caused_by_its_event(
+    outbox: Outbox, look: Look, asynchronous: Caller
 ) -> None:
     @outbox.handler(MoneyDeposited, name="records")
     async def records(envelope: EventEnvelope[MoneyDeposited]) -> None:
@@ -437,7 +437,7 @@ async def test_what_a_handler_records_is_caused_by_its_event(
     assert (caused["causation_id"], caused["correlation_id"], caused["hops"]) == (cause["id"], "req-7", 1)
 
 
-async def test_record_goes_to_the_shard_that_is_named(database_url: str, second_url: str) -> None:
+async def test_record_writes_to_the_named_shard(database_url: str, second_url: str) -> None:
     async with Outbox({"first": database_url, "second": second_url}, namespace="app") as outbox:
         await outbox.migrate()
         look = Look(second_url)
@@ -454,14 +454,14 @@ async def test_record_goes_to_the_shard_that_is_named(database_url: str, second_
 
 
 async def test_a_connection_of_another_driver_is_refused_by_name(outbox: Outbox, look: Look, tmp_path: Path) -> None:
-    strangers: list[Any] = [object(), None, "connection"]
+    foreign: list[Any] = [object(), None, "connection"]
     if look.is_file:
-        strangers.append(asyncpg.connect)
+        foreign.append(asyncpg.connect)
     else:
-        strangers.append(aiosqlite.connect(tmp_path / "other.db"))
-    for stranger in strangers:
-        with pytest.raises(ConfigurationError, match=r"record\(\) was given .*give a connection of its driver"):
-            await outbox.record(stranger, WalletOpened(uuid4()), action="X")
+        foreign.append(aiosqlite.connect(tmp_path / "other.db"))
+    for unknown in foreign:
+        with pytest.raises(ConfigurationError, match=r"record\(\) was given .*pass a connection of its driver"):
+            await outbox.record(unknown, WalletOpened(uuid4()), action="X")
     assert await written(look) == []
 
 
@@ -476,7 +476,7 @@ async def test_a_server_shard_refuses_a_connection_to_a_file(postgres_url: str) 
 
 
 @pytest.mark.parametrize("driver", ["asyncpg", "psycopg"])
-async def test_a_session_of_either_driver_is_recorded_on(postgres_url: str, driver: str) -> None:
+async def test_record_accepts_a_session_of_either_driver(postgres_url: str, driver: str) -> None:
     engine = create_async_engine(postgres_url.replace("postgresql:", f"postgresql+{driver}:"))
     async with Outbox(postgres_url, namespace="app") as outbox:
         await outbox.migrate()
@@ -501,16 +501,14 @@ async def test_sqlalchemys_blocking_connections_are_refused(outbox: Outbox, look
         async with engine.begin() as connection, AsyncSession(connection) as session:
             assert isinstance(connection, AsyncConnection)
             for blocking in (connection.sync_connection, session.sync_session, engine):
-                with pytest.raises(ConfigurationError, match="give a connection of its driver, or an AsyncSession or"):
+                with pytest.raises(ConfigurationError, match="pass a connection of its driver, or an AsyncSession or"):
                     await outbox.record(blocking, WalletOpened(uuid4()), action="X")
     finally:
         await engine.dispose()
     assert await written(look) == []
 
 
-async def test_a_sqlalchemy_connection_that_commits_by_itself_is_refused(
-    outbox: Outbox, look: Look, database_url: str
-) -> None:
+async def test_a_sqlalchemy_connection_in_autocommit_is_refused(outbox: Outbox, look: Look, database_url: str) -> None:
     engine = engine_of(database_url)
     try:
         async with engine.connect() as connection:
@@ -523,7 +521,7 @@ async def test_a_sqlalchemy_connection_that_commits_by_itself_is_refused(
     assert await written(look) == []
 
 
-async def test_a_scoped_session_is_the_session_in_it(outbox: Outbox, look: Look, database_url: str) -> None:
+async def test_a_scoped_session_is_resolved_to_its_session(outbox: Outbox, look: Look, database_url: str) -> None:
     engine = engine_of(database_url)
     scoped = async_scoped_session(async_sessionmaker(engine), scopefunc=asyncio.current_task)
     try:
@@ -551,7 +549,7 @@ async def test_a_sqlalchemy_session_may_be_in_a_savepoint(outbox: Outbox, look: 
 
 
 @pytest.mark.with_tables(False)
-async def test_record_names_the_tables_that_are_missing(database_url: str, look: Look) -> None:
+async def test_record_names_missing_tables(database_url: str, look: Look) -> None:
     async with Outbox(database_url, namespace="app") as outbox, a_caller(database_url, "driver") as caller:
         await caller.begin()
         with pytest.raises(SchemaMissing, match=r"table events.*outbox\.migrate\(\)"):

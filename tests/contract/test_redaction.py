@@ -1,4 +1,4 @@
-"""What must not reach an operator's eyes is in no stored error, no log line and no record, on every database."""
+"""Redacted values appear in no stored error, log record or result, on every database."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ async def everything_stored(look: Look) -> str:
     ],
     ids=str,
 )
-async def test_a_stored_error_is_redacted_however_its_handler_is_called(
+async def test_stored_errors_are_redacted_in_every_delivery_mode(
     make_outbox: MakeOutbox, look: Look, caplog: pytest.LogCaptureFixture, redact: Any, options: dict[str, Any]
 ) -> None:
     outbox = await make_outbox(redact=redact)
@@ -82,7 +82,7 @@ async def test_a_stored_error_is_redacted_however_its_handler_is_called(
 
     done = await outbox.drain()
 
-    assert done.dead + done.failed == 1  # a broken function costs the text, and never the outcome
+    assert done.dead + done.failed == 1  # a broken function loses the text, never the outcome
     assert TOKEN not in await everything_stored(look)
     assert TOKEN not in caplog.text
     [row] = await look.notifications()
@@ -91,7 +91,7 @@ async def test_a_stored_error_is_redacted_however_its_handler_is_called(
     assert ("redact failed with RuntimeError" in entry["message"]) is (redact is broken)
 
 
-async def test_of_a_batch_and_its_split_calls_nothing_is_told(
+async def test_a_batch_and_its_split_calls_are_redacted(
     make_outbox: MakeOutbox, look: Look, caplog: pytest.LogCaptureFixture
 ) -> None:
     outbox = await make_outbox(redact=hide_tokens)
@@ -111,13 +111,13 @@ async def test_of_a_batch_and_its_split_calls_nothing_is_told(
     assert TOKEN not in await everything_stored(look) + caplog.text
 
 
-async def test_hooks_are_told_what_is_stored_and_their_own_errors_are_redacted(
+async def test_hooks_get_stored_errors_and_their_own_are_redacted(
     make_outbox: MakeOutbox, look: Look, caplog: pytest.LogCaptureFixture
 ) -> None:
-    told: list[HandlerFailed] = []
+    hook_errors: list[HandlerFailed] = []
 
     async def on_dead(envelope: EventEnvelope[Any], error: HandlerFailed) -> None:
-        told.append(error)
+        hook_errors.append(error)
         raise ConnectionError(f"cannot mail about {TOKEN}")
 
     outbox = await make_outbox(redact=hide_tokens, on_dead=on_dead)
@@ -125,28 +125,26 @@ async def test_hooks_are_told_what_is_stored_and_their_own_errors_are_redacted(
     await outbox.executor.execute(Emit((1,)))
     await outbox.drain()
 
-    assert [error.message for error in told] == ["(token) is refused"]
+    assert [error.message for error in hook_errors] == ["(token) is refused"]
     assert await look.states() == {"DYING": 1}
     stored = await everything_stored(look)
     assert "cannot mail about (token)" in stored
     assert TOKEN not in stored + caplog.text
 
 
-async def test_what_consume_stores_of_a_failure_is_redacted(make_outbox: MakeOutbox, look: Look) -> None:
+async def test_failures_stored_by_consume_are_redacted(make_outbox: MakeOutbox, look: Look) -> None:
     outbox = await make_outbox(redact=hide_tokens)
     outbox.handler(MoneyDeposited, name="first")(Journal(lambda envelope: ValueError(TOKEN)))
     event = MoneyDeposited(uuid4(), Decimal(1))
 
     result = await outbox.inbox.consume(source="billing", external_id="7", event=event, on_error="store")
 
-    assert str(result.failed["first"]) == TOKEN  # the caller's own, as it was raised
+    assert str(result.failed["first"]) == TOKEN  # the error of the caller's handler, unchanged
     assert "(token)" in await everything_stored(look)
     assert TOKEN not in await everything_stored(look)
 
 
-async def test_an_operator_sees_documents_and_old_errors_redacted_and_handlers_see_all(
-    make_outbox: MakeOutbox, look: Look
-) -> None:
+async def test_operators_see_redacted_data_and_handlers_see_everything(make_outbox: MakeOutbox, look: Look) -> None:
     before = await make_outbox()
     journal = Journal(lambda envelope: ValueError(TOKEN))
     before.handler(MoneyDeposited, name="first")(journal)
@@ -166,9 +164,7 @@ async def test_an_operator_sees_documents_and_old_errors_redacted_and_handlers_s
     assert (envelope.action_params, envelope.headers) == ({"token": TOKEN}, {"authorization": TOKEN})
 
 
-async def test_errors_that_jobs_and_operations_stored_before_are_shown_redacted(
-    make_outbox: MakeOutbox, look: Look
-) -> None:
+async def test_old_errors_of_jobs_and_operations_are_shown_redacted(make_outbox: MakeOutbox, look: Look) -> None:
     before, outbox = await make_outbox(), await make_outbox(redact=hide_tokens)
     now = EPOCH
     text = now.isoformat(" ", "microseconds")
@@ -194,14 +190,14 @@ async def test_errors_that_jobs_and_operations_stored_before_are_shown_redacted(
         found = [await outbox.admin.jobs(), operations, await outbox.admin.operation(operations[0].id)]
         assert str(found).count("ValueError") == 3
         overview = await outbox.admin.overview()
-        assert {"job_failing", "operation_failed", "handler_resting"} <= {one.rule for one in overview.findings}
+        assert {"job_failing", "operation_failed", "circuit_open"} <= {one.rule for one in overview.findings}
         return f"{found} {overview}"
 
     assert TOKEN in await shown(before)
     assert TOKEN not in await shown(outbox)
 
 
-async def test_an_action_that_is_run_again_does_not_tell_why_unredacted(
+async def test_the_error_of_a_retried_action_is_redacted(
     make_outbox: MakeOutbox, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Pay(Action):

@@ -1,6 +1,6 @@
-"""Outcomes that were refused because the lock was lost meanwhile, on every database.
+"""Outcomes that were refused because the lock was lost in between, on every database.
 
-Whoever holds the handler again writes them, if the row still is what the run found, and does not call the handler.
+The process that reacquires the lock writes them without calling the handler, if the row is still as the run found it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ HANDLER_S = "WHERE handler_name = 'first'"
 
 @asynccontextmanager
 async def lost_to_another(outbox: Outbox, look: Look) -> AsyncIterator[None]:
-    """A different process holds the handler while the block lasts, and gives it back without a write."""
+    """Another process holds the handler during the block, and releases it without a write."""
     locks: Any = locks_of(outbox)
 
     async def stands_by() -> int:
@@ -53,7 +53,7 @@ async def refuses(outbox: Outbox, number: int = 1) -> None:
 
 @asynccontextmanager
 async def one_refused(outbox: Outbox, gate: Gate, look: Look) -> AsyncIterator[None]:
-    """The outcome of a run was refused, and a different process holds its handler while the block lasts."""
+    """The outcome of a run was refused, and another process holds its handler during the block."""
     await outbox.executor.execute(Emit((1,)))
     await gate.calls(1)
     async with lost_to_another(outbox, look):
@@ -62,7 +62,7 @@ async def one_refused(outbox: Outbox, gate: Gate, look: Look) -> AsyncIterator[N
         yield
 
 
-async def test_a_success_that_was_refused_is_written_when_the_lock_is_back(make_outbox: MakeOutbox, look: Look) -> None:
+async def test_a_refused_success_is_written_after_reacquiring_the_lock(make_outbox: MakeOutbox, look: Look) -> None:
     outbox, gate = await make_outbox(settings=QUICK), Gate()
     outbox.handler(MoneyDeposited, name="first")(gate)
     async with outbox.running():
@@ -79,9 +79,7 @@ async def test_a_success_that_was_refused_is_written_when_the_lock_is_back(make_
 
 
 @pytest.mark.parametrize("delivery", ["at_least_once", pytest.param("transactional", marks=needs_many_writers)])
-async def test_a_failure_that_was_refused_counts_its_attempt(
-    make_outbox: MakeOutbox, look: Look, delivery: Any
-) -> None:
+async def test_a_refused_failure_counts_its_attempt(make_outbox: MakeOutbox, look: Look, delivery: Any) -> None:
     outbox, gate = await make_outbox(settings=QUICK), Gate()
 
     @outbox.handler(MoneyDeposited, name="first", delivery=delivery)
@@ -99,7 +97,7 @@ async def test_a_failure_that_was_refused_counts_its_attempt(
     assert len(gate) == 1
 
 
-async def test_what_a_refused_run_has_emitted_is_committed_once(make_outbox: MakeOutbox, look: Look) -> None:
+async def test_events_of_a_refused_run_are_committed_once(make_outbox: MakeOutbox, look: Look) -> None:
     outbox, gate = await make_outbox(settings=QUICK), Gate()
 
     @outbox.handler(MoneyDeposited, name="first")
@@ -116,7 +114,7 @@ async def test_what_a_refused_run_has_emitted_is_committed_once(make_outbox: Mak
     assert await look.value(opened) == len(gate) == 1
 
 
-async def test_behind_a_refused_head_its_key_goes_on_in_order(make_outbox: MakeOutbox, look: Look) -> None:
+async def test_a_key_continues_in_order_after_a_refused_head(make_outbox: MakeOutbox, look: Look) -> None:
     outbox, gate = await make_outbox(settings=QUICK), Gate()
     outbox.handler(MoneyDeposited, name="first", ordered=True)(gate)
     async with outbox.running():
@@ -132,20 +130,20 @@ async def test_behind_a_refused_head_its_key_goes_on_in_order(make_outbox: MakeO
     assert gate.amounts == [0, 1, 2, 3]
 
 
-async def test_the_rows_of_a_refused_batch_are_not_called_again(make_outbox: MakeOutbox, look: Look) -> None:
-    outbox, goes_on = await make_outbox(settings=QUICK), asyncio.Event()
+async def test_rows_of_a_refused_batch_are_not_called_again(make_outbox: MakeOutbox, look: Look) -> None:
+    outbox, may_continue = await make_outbox(settings=QUICK), asyncio.Event()
     calls: list[list[int]] = []
 
     @outbox.handler(MoneyDeposited, name="first", batch=Batch(size=3))
     async def many(envelopes: list[EventEnvelope[MoneyDeposited]]) -> None:
         calls.append(sorted(int(envelope.event.amount) for envelope in envelopes))
-        await goes_on.wait()
+        await may_continue.wait()
 
     async with outbox.running():
         await outbox.executor.execute(Emit((1, 2, 3)))
         await eventually(lambda: calls)
         async with lost_to_another(outbox, look):
-            goes_on.set()
+            may_continue.set()
             await refuses(outbox, 3)
         await eventually(lambda: counters(outbox).succeeded == 3)
 
@@ -154,13 +152,13 @@ async def test_the_rows_of_a_refused_batch_are_not_called_again(make_outbox: Mak
 
 @pytest.mark.slow
 async def test_rows_behind_a_refused_head_are_called_again_with_it(make_outbox: MakeOutbox, look: Look) -> None:
-    outbox, goes_on = await make_outbox(settings=QUICK), asyncio.Event()
+    outbox, may_continue = await make_outbox(settings=QUICK), asyncio.Event()
     calls: list[list[int]] = []
 
     @outbox.handler(MoneyDeposited, name="first", ordered=True, batch=Batch(size=3))
     async def many(envelopes: list[EventEnvelope[MoneyDeposited]]) -> None:
         calls.append([int(envelope.event.amount) for envelope in envelopes])
-        await goes_on.wait()
+        await may_continue.wait()
 
     async with outbox.running():
         async with outbox.transaction("Deposits") as tx:
@@ -168,7 +166,7 @@ async def test_rows_behind_a_refused_head_are_called_again_with_it(make_outbox: 
                 tx.emit(MoneyDeposited(uuid4(), Decimal(amount)), ordering_key="ada")
         await eventually(lambda: calls)
         async with lost_to_another(outbox, look):
-            goes_on.set()
+            may_continue.set()
             await refuses(outbox, 3)
             await look.fetch("UPDATE {event_notifications} SET state = 'FAILED', attempts = 1 WHERE sequence = "
                 "(SELECT least FROM (SELECT min(sequence) AS least FROM {event_notifications}) AS found)")  # fmt: skip
@@ -178,8 +176,8 @@ async def test_rows_behind_a_refused_head_are_called_again_with_it(make_outbox: 
     assert [amount for call in calls[1:] for amount in call] == [0, 1, 2]
 
 
-async def test_a_refused_run_that_may_run_only_once_is_no_interrupted_one(make_outbox: MakeOutbox, look: Look) -> None:
-    """The row says that the run has begun, and this process knows its end."""
+async def test_a_refused_at_most_once_run_does_not_count_as_interrupted(make_outbox: MakeOutbox, look: Look) -> None:
+    """The row is marked as started, but this process still has the outcome."""
     outbox, gate = await make_outbox(settings=QUICK), Gate()
     outbox.handler(MoneyDeposited, name="first", delivery="at_most_once")(gate)
     async with outbox.running():
@@ -199,9 +197,7 @@ async def test_a_refused_run_that_may_run_only_once_is_no_interrupted_one(make_o
     ],
     ids=["another-attempt", "another-state"],
 )
-async def test_a_row_that_another_process_has_written_meanwhile_is_run_again(
-    make_outbox: MakeOutbox, look: Look, change: str
-) -> None:
+async def test_a_row_changed_by_another_process_is_run_again(make_outbox: MakeOutbox, look: Look, change: str) -> None:
     outbox, gate = await make_outbox(settings=QUICK), Gate()
     outbox.handler(MoneyDeposited, name="first")(gate)
     async with outbox.running():
@@ -212,7 +208,7 @@ async def test_a_row_that_another_process_has_written_meanwhile_is_run_again(
     assert len(gate) == 2
 
 
-async def test_what_an_operator_has_retried_meanwhile_is_run_again(make_outbox: MakeOutbox, look: Look) -> None:
+async def test_a_row_retried_by_an_operator_is_run_again(make_outbox: MakeOutbox, look: Look) -> None:
     outbox, gate = await make_outbox(settings=QUICK), Gate()
     outbox.handler(MoneyDeposited, name="first")(gate)
     async with outbox.running():
@@ -224,7 +220,7 @@ async def test_what_an_operator_has_retried_meanwhile_is_run_again(make_outbox: 
     assert len(gate) == 2
 
 
-async def test_a_row_that_was_settled_meanwhile_stays_as_it_is(make_outbox: MakeOutbox, look: Look) -> None:
+async def test_a_row_settled_in_between_is_unchanged(make_outbox: MakeOutbox, look: Look) -> None:
     outbox, gate = await make_outbox(settings=QUICK), Gate()
     outbox.handler(MoneyDeposited, name="first")(gate)
     async with outbox.running():

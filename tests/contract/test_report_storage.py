@@ -40,7 +40,7 @@ def report(instance: str = "host:1:a", seen: datetime = NOON, **content: Any) ->
     )  # fmt: skip
 
 
-async def test_minutes_are_read_as_they_were_written(reports: Reports) -> None:
+async def test_minutes_are_read_back_unchanged(reports: Reports) -> None:
     written = [minute("b"), minute("a", skipped=2**62), minute("a", NOON + MINUTE), minute("\"ü😀'\\")]
     await reports.write_minutes("app", "host:1:a", written)
 
@@ -50,7 +50,7 @@ async def test_minutes_are_read_as_they_were_written(reports: Reports) -> None:
     )
 
 
-async def test_a_minute_that_is_written_again_is_replaced(reports: Reports) -> None:
+async def test_rewriting_a_minute_replaces_it(reports: Reports) -> None:
     await reports.write_minutes("app", "host:1:a", [minute(succeeded=1), minute("other")])
     await reports.write_minutes("app", "host:1:a", [minute(succeeded=7, failed=0)])
 
@@ -66,7 +66,7 @@ async def test_the_minutes_of_several_processes_are_added_up(reports: Reports) -
     assert (second.minute_date, second.succeeded) == (NOON + MINUTE, 3)
 
 
-async def test_minutes_are_selected_by_moment_handler_and_namespace(reports: Reports) -> None:
+async def test_minutes_are_selected_by_time_handler_and_namespace(reports: Reports) -> None:
     await reports.write_minutes("app", "i", [minute("a"), minute("b"), minute("a", NOON + MINUTE)])
     await reports.write_minutes("other", "i", [minute("a")])
 
@@ -93,7 +93,7 @@ async def test_a_report_is_replaced_by_the_next_report_of_its_process(reports: R
     assert await reports.reports("other", NOON) == []
 
 
-async def test_a_process_that_leaves_removes_its_own_report_only(reports: Reports) -> None:
+async def test_a_leaving_process_removes_only_its_own_report(reports: Reports) -> None:
     for instance in ("a", "b"):
         await reports.write_report("app", report(instance))
     await reports.write_report("other", report("a"))
@@ -103,7 +103,7 @@ async def test_a_process_that_leaves_removes_its_own_report_only(reports: Report
     assert [each.instance for each in await reports.reports("other", NOON)] == ["a"]
 
 
-async def test_old_rows_are_removed_in_pieces_oldest_minutes_first(reports: Reports, look: Look) -> None:
+async def test_old_rows_are_removed_in_chunks_oldest_minutes_first(reports: Reports, look: Look) -> None:
     await reports.write_minutes("app", "i", [minute(date=NOON + number * MINUTE) for number in range(5)])
     await reports.write_minutes("other", "i", [minute()])
     for number in range(3):
@@ -117,9 +117,7 @@ async def test_old_rows_are_removed_in_pieces_oldest_minutes_first(reports: Repo
     assert len(await reports.minutes("other", NOON)) == 1
 
 
-async def test_many_processes_write_the_same_minutes_at_the_same_time_without_a_deadlock(
-    reports: Reports, make_outbox: Any
-) -> None:
+async def test_concurrent_writes_of_the_same_minutes_do_not_deadlock(reports: Reports, make_outbox: Any) -> None:
     names = [f"h{number}" for number in range(20)]
     others = [database_of(await make_outbox()).reports for _ in range(4)]
 

@@ -1,4 +1,4 @@
-"""Reports: a running process writes the runs of each minute, and how operators see the process, on each dialect."""
+"""Reports: a running process writes its runs per minute and its state for operators, on each dialect."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ CLOCK_BEGIN = MovableClock().now() - timedelta(days=36_500)
 
 
 def reports_again(outbox: Outbox) -> None:
-    """Let the reporter do a round now."""
+    """Let the reporter run a round now."""
     run_of(outbox).loops.reports.wake()
 
 
@@ -57,7 +57,7 @@ def with_receipt(outbox: Outbox) -> None:
 # --- reports ---------------------------------------------------------------------------------------
 
 
-async def test_a_process_is_seen_from_entering_running_until_it_leaves(outbox: Outbox, clock: MovableClock) -> None:
+async def test_a_process_is_visible_from_entering_running_until_it_leaves(outbox: Outbox, clock: MovableClock) -> None:
     with_receipt(outbox)
     async with outbox.running():
         await eventually(lambda: has_report(outbox))
@@ -84,7 +84,7 @@ async def _was_seen(outbox: Outbox, clock: MovableClock) -> bool:
     return [report.last_seen_date for report in await reports_of(outbox)] == [clock.now()]
 
 
-async def test_each_process_has_a_report_of_its_own(make_outbox: MakeOutbox, clock: MovableClock) -> None:
+async def test_each_process_has_its_own_report(make_outbox: MakeOutbox, clock: MovableClock) -> None:
     one, two = [await make_outbox(clock=clock) for _ in range(2)]
     with_receipt(one)
     with_receipt(two)
@@ -96,7 +96,7 @@ async def test_each_process_has_a_report_of_its_own(make_outbox: MakeOutbox, clo
         assert [report.instance for report in await reports_of(one)] == [owner_of(one)]
 
 
-async def test_a_report_that_is_being_written_does_not_outlive_its_process(outbox: Outbox) -> None:
+async def test_a_report_in_progress_does_not_outlive_its_process(outbox: Outbox) -> None:
     with_receipt(outbox)
     watched, written, answer = watch(outbox, "reports"), asyncio.Event(), asyncio.Event()
 
@@ -119,7 +119,7 @@ async def _number_of_reports(outbox: Outbox, number: int) -> bool:
     return len(await reports_of(outbox)) == number
 
 
-async def test_a_drain_writes_the_minutes_of_its_runs_and_removes_old_ones(outbox: Outbox, clock: MovableClock) -> None:
+async def test_a_drain_writes_its_minutes_and_removes_old_ones(outbox: Outbox, clock: MovableClock) -> None:
     with_receipt(outbox)
     await outbox.execute(Emit((1, 2)))
     await outbox.drain()
@@ -146,15 +146,15 @@ async def test_a_drain_writes_no_report(outbox: Outbox) -> None:
     assert await reports_of(outbox) == []
 
 
-async def test_a_report_names_paused_handlers_and_stuck_runs_with_the_place(clock: MovableClock) -> None:
-    let_go = asyncio.Event()
+async def test_a_report_names_paused_handlers_and_stuck_runs(clock: MovableClock) -> None:
+    released = asyncio.Event()
     async with memory_outbox(clock=clock) as outbox:
 
         @outbox.handler(MoneyDeposited, name="stuck", timeout="50ms", retry=RetryPolicy(max_attempts=3))
         async def stuck(envelope: Envelope) -> None:
-            while not let_go.is_set():
+            while not released.is_set():
                 with suppress(asyncio.CancelledError):
-                    await let_go.wait()
+                    await released.wait()
 
         @outbox.handler(WalletOpened, name="idle")
         async def idle(envelope: Any) -> None: ...
@@ -164,7 +164,7 @@ async def test_a_report_names_paused_handlers_and_stuck_runs_with_the_place(cloc
             await outbox.execute(Emit((1,)))
             await eventually(lambda: outbox.statistics["default"].of("stuck").stuck == 1)
             content = run_of(outbox)._reporting.live.report()
-            let_go.set()
+            released.set()
     assert content["paused"] == ["idle"]
     [run] = content["stuck"]
     assert run["handler"] == "stuck"
@@ -177,9 +177,7 @@ async def test_a_report_names_paused_handlers_and_stuck_runs_with_the_place(cloc
 # --- minutes ---------------------------------------------------------------------------------------
 
 
-async def test_the_runs_of_a_minute_are_written_once_it_is_over_and_the_rest_when_the_process_leaves(
-    outbox: Outbox, clock: MovableClock
-) -> None:
+async def test_a_minute_is_written_at_its_end_or_when_leaving(outbox: Outbox, clock: MovableClock) -> None:
     with_receipt(outbox)
     clock.set(clock.now().replace(second=5, microsecond=0))
     minute = clock.now().replace(second=0)
@@ -263,7 +261,7 @@ async def _was_seen_last(outbox: Outbox, clock: MovableClock) -> bool:
     return seen[owner_of(outbox)] == clock.now() and not has_rows_to_remove
 
 
-async def test_a_process_without_the_right_to_remove_says_so_and_goes_on(
+async def test_a_process_without_the_delete_right_reports_it_and_continues(
     clock: MovableClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with memory_outbox(clock=clock) as outbox:
@@ -286,4 +284,4 @@ async def test_a_process_without_the_right_to_remove_says_so_and_goes_on(
                 await eventually(lambda: _was_seen(outbox, clock))
         assert watched.count("remove_old") == 1
         assert outbox.statistics["default"].loop_failures["reports"] == 0
-    assert "are removed in an hour" in caplog.text
+    assert "retrying in an hour" in caplog.text

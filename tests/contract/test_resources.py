@@ -1,4 +1,4 @@
-"""Resources and ``around`` in a transactional handler: the transaction commits after the contexts are left."""
+"""Resources and ``around`` in a transactional handler: the transaction commits after leaving the contexts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Ledger:
 
 @pytest.mark.above_statements
 @pytest.mark.parametrize("fails", [False, True])
-async def test_rows_that_contexts_write_commit_with_the_delivery_and_an_error_of_leaving_rolls_them_back(
+async def test_rows_written_by_contexts_commit_or_roll_back_with_the_delivery(
     make_outbox: Callable[..., Awaitable[Outbox]], look: Look, fails: bool
 ) -> None:
     @asynccontextmanager

@@ -1,4 +1,4 @@
-"""What storage removes after its time, and what it never does, on every database."""
+"""Which rows storage removes after their retention, and which it never removes, on every database."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ async def purge_events(store: Store, position: UUID = FIRST, limit: int = 1000) 
     return await store.database.retention.purge_events("app", position, FINISHED_BEFORE, limit)
 
 
-async def walk(purge: Callable[..., Awaitable[PurgeResult]], store: Store, limit: int) -> list[int]:
-    """Purge from the beginning to the end, and return the removals of each batch."""
+async def purge_all(purge: Callable[..., Awaitable[PurgeResult]], store: Store, limit: int) -> list[int]:
+    """Purge from start to end, and return the removals of each batch."""
     removed: list[int] = []
     position: UUID | None = FIRST
     while position is not None:
@@ -72,7 +72,7 @@ async def events_left(store: Store) -> list[str | None]:
 
 
 @pytest.mark.parametrize("state", FINISHED)
-async def test_finished_rows_are_removed_after_their_time(store: Store, state: str) -> None:
+async def test_finished_rows_are_removed_after_their_retention(store: Store, state: str) -> None:
     await store.insert_notifications("a", "a", "a", now=OLD)
     await store.put(state, 1, updated=FINISHED_BEFORE - JUST)
     await store.put(state, 2, updated=FINISHED_BEFORE)
@@ -81,7 +81,7 @@ async def test_finished_rows_are_removed_after_their_time(store: Store, state: s
     assert await left(store) == [2, 3]
 
 
-async def test_dead_rows_are_removed_after_a_time_of_their_own(store: Store) -> None:
+async def test_dead_rows_have_their_own_retention(store: Store) -> None:
     await store.insert_notifications("a", "a", "a", now=OLD)
     await store.put("DEAD", 1, updated=DEAD_BEFORE - JUST)
     await store.put("DEAD", 2, updated=DEAD_BEFORE)
@@ -99,7 +99,7 @@ async def test_unfinished_rows_are_never_removed(store: Store) -> None:
 
 
 @pytest.mark.parametrize("state", ["DEAD", "EXPIRED"])
-async def test_a_row_that_parks_a_key_in_which_rows_wait_is_never_removed(store: Store, state: str) -> None:
+async def test_a_row_that_parks_a_waiting_key_is_never_removed(store: Store, state: str) -> None:
     await store.subscribe("ledger", ordered=True)
     await store.insert_notifications("waits", "waits", "alone", "runs", "runs", now=OLD)
     await store.put("SUCCEEDED", *range(1, 6), name="plain", updated=NOW)
@@ -125,7 +125,7 @@ async def test_succeeded_and_skipped_rows_of_a_parked_key_are_removed(store: Sto
     assert [int(row.model_id or 0) for row in await store.rows("ledger")] == [3, 4]
 
 
-async def test_a_key_is_parked_by_a_row_of_another_name_of_its_handler(store: Store) -> None:
+async def test_a_key_is_parked_by_rows_of_all_handler_names(store: Store) -> None:
     await store.subscribe("ledger", ordered=True)
     await store.subscribe("other", ordered=True)
     await store.insert_notifications("a", now=OLD)
@@ -141,36 +141,36 @@ async def test_a_key_is_parked_by_a_row_of_another_name_of_its_handler(store: St
     assert [row.handler_name for row in await store.rows() if row.handler_name != "plain"] == ["ledger", "accounts"]
 
 
-async def test_rows_that_wait_elsewhere_park_nothing(store: Store, make_outbox: MakeOutbox, look: Look) -> None:
-    stranger = Store(await make_outbox("stranger"), look, "stranger")
-    for of in (store, stranger):
+async def test_rows_waiting_elsewhere_park_nothing(store: Store, make_outbox: MakeOutbox, look: Look) -> None:
+    other = Store(await make_outbox("other"), look, "other")
+    for of in (store, other):
         await of.subscribe("ledger", ordered=True)
         await of.insert_notifications("a", "a", now=OLD)
     await store.put("DEAD", 1, name="ledger", updated=OLD)
     await store.put("SUCCEEDED", 2, name="ledger", updated=NOW)
     await store.put("DEAD", 1, name="plain", updated=OLD)
     await store.put("BLOCKED", 2, name="plain", updated=OLD)
-    await stranger.put("BLOCKED", 1, 2, name="ledger", updated=OLD)
+    await other.put("BLOCKED", 1, 2, name="ledger", updated=OLD)
     assert (await purge_notifications(store)).removed == 2
     assert [(row.model_id, row.handler_name) for row in await store.rows()] == [("2", "ledger"), ("2", "plain")]
 
 
-async def test_rows_of_another_service_are_passed_by(store: Store, make_outbox: MakeOutbox, look: Look) -> None:
-    stranger = Store(await make_outbox("stranger"), look, "stranger")
-    await stranger.subscribe("plain")
-    for of in (stranger, store, stranger, store):
+async def test_rows_of_another_service_are_skipped(store: Store, make_outbox: MakeOutbox, look: Look) -> None:
+    other = Store(await make_outbox("other"), look, "other")
+    await other.subscribe("plain")
+    for of in (other, store, other, store):
         await of.insert_notifications("a", "a", now=OLD)
         await of.put("SUCCEEDED", *range(1, 5), updated=OLD)
-    assert sum(await walk(purge_notifications, store, 3)) == 4
+    assert sum(await purge_all(purge_notifications, store, 3)) == 4
     assert await left(store) == []
-    assert await left(stranger) == [1, 2, 3, 4]
+    assert await left(other) == [1, 2, 3, 4]
 
 
-async def test_rows_are_walked_in_batches_to_the_end(store: Store) -> None:
+async def test_rows_are_scanned_in_batches(store: Store) -> None:
     for _ in range(5):
         await store.insert_notifications("a", "a", now=OLD)
     await store.put("SUCCEEDED", 1, 2, 3, 6, 7, 10, updated=OLD)
-    removed = await walk(purge_notifications, store, 3)
+    removed = await purge_all(purge_notifications, store, 3)
     assert len(removed) == 4
     assert sum(removed) == 6
     assert max(removed) <= 3
@@ -178,7 +178,7 @@ async def test_rows_are_walked_in_batches_to_the_end(store: Store) -> None:
     assert await purge_notifications(store, limit=1000) == PurgeResult(0, None)
 
 
-async def test_a_batch_begins_behind_its_position(store: Store) -> None:
+async def test_a_batch_starts_after_its_position(store: Store) -> None:
     await store.insert_notifications("a", "a", "a", now=OLD)
     await store.put("SUCCEEDED", 1, 2, 3, updated=OLD)
     ids = sorted(row.id for row in await store.rows())
@@ -186,24 +186,24 @@ async def test_a_batch_begins_behind_its_position(store: Store) -> None:
     assert {row.id for row in await store.rows()} == {ids[0], ids[2]}
 
 
-async def test_the_walk_ends_where_rows_are_too_young(store: Store) -> None:
+async def test_the_scan_ends_at_the_first_young_row(store: Store) -> None:
     await store.insert_notifications("a", "a", "a", now=OLD)
     await store.insert_notifications("a", "a", "a", "a", "a", now=FINISHED_BEFORE)
     await store.put("SUCCEEDED", 1, 2, 3, updated=OLD)
-    removed = await walk(purge_notifications, store, 2)
+    removed = await purge_all(purge_notifications, store, 2)
     assert removed == [2, 1, 0]
 
 
-async def test_the_walk_does_not_end_at_old_rows_that_ended_lately(store: Store) -> None:
+async def test_the_scan_continues_past_recently_finished_old_rows(store: Store) -> None:
     await store.insert_notifications("a", "a", "a", "a", now=OLD)
     await store.insert_notifications("a", now=OLD)
     await store.put("SUCCEEDED", 1, 2, 3, 4, updated=NOW)
     await store.put("SUCCEEDED", 5, updated=OLD)
-    assert sum(await walk(purge_notifications, store, 2)) == 1
+    assert sum(await purge_all(purge_notifications, store, 2)) == 1
     assert await left(store) == [1, 2, 3, 4]
 
 
-async def test_an_empty_table_is_at_its_end(store: Store) -> None:
+async def test_scanning_an_empty_table_finishes_at_once(store: Store) -> None:
     assert await purge_notifications(store) == PurgeResult(0, None)
     assert await purge_events(store) == PurgeResult(0, None)
 
@@ -211,7 +211,7 @@ async def test_an_empty_table_is_at_its_end(store: Store) -> None:
 # --- events --------------------------------------------------------------------------------------
 
 
-async def test_delivered_events_are_removed_once_nothing_of_them_is_unfinished(store: Store) -> None:
+async def test_delivered_events_are_removed_once_their_rows_are_finished(store: Store) -> None:
     await store.subscribe("beside")
     states = (*UNFINISHED, *FINISHED, "DEAD")
     await store.insert_notifications(*["a"] * len(states), now=OLD)
@@ -225,7 +225,7 @@ async def test_delivered_events_are_removed_once_nothing_of_them_is_unfinished(s
     assert len(await store.rows()) == 16
 
 
-async def test_an_event_is_settled_without_notifications_if_it_was_delivered(store: Store) -> None:
+async def test_a_delivered_event_without_notifications_is_settled(store: Store) -> None:
     await store.insert_notifications("a", now=OLD)
     await store.deposit("a")
     await store.look.fetch("DELETE FROM {event_notifications}")
@@ -243,46 +243,46 @@ async def test_sentinels_count_as_settled(store: Store, outbox: Outbox) -> None:
 
 
 async def test_young_events_are_kept(store: Store, outbox: Outbox, clock: MovableClock) -> None:
-    moments = (FINISHED_BEFORE - JUST, FINISHED_BEFORE, NOW)
-    for moment in moments:
-        clock.set(moment)
+    dates = (FINISHED_BEFORE - JUST, FINISHED_BEFORE, NOW)
+    for date in dates:
+        clock.set(date)
         async with outbox.transaction("Nothing"):
             pass
-        await store.insert_notifications("a", now=moment)
+        await store.insert_notifications("a", now=date)
     await store.put("SUCCEEDED", 1, 2, 3)
     assert await purge_events(store) == PurgeResult(2, None)
     assert await events_left(store) == [None, "2", None, "3"]
 
 
-async def test_events_of_another_service_are_passed_by(store: Store, make_outbox: MakeOutbox, look: Look) -> None:
-    stranger = Store(await make_outbox("stranger", clock=MovableClock(OLD)), look, "stranger")
-    for of in (stranger, store, stranger, store):
+async def test_events_of_another_service_are_skipped(store: Store, make_outbox: MakeOutbox, look: Look) -> None:
+    other = Store(await make_outbox("other", clock=MovableClock(OLD)), look, "other")
+    for of in (other, store, other, store):
         async with of.outbox.transaction("Nothing"):
             pass
-    assert sum(await walk(purge_events, store, 1)) == 2
-    assert [row["namespace"] for row in await look.events()] == ["stranger"] * 2
+    assert sum(await purge_all(purge_events, store, 1)) == 2
+    assert [row["namespace"] for row in await look.events()] == ["other"] * 2
 
 
-async def test_events_are_walked_in_batches_up_to_where_they_are_too_young(
+async def test_events_are_scanned_in_batches_until_a_young_one(
     store: Store, outbox: Outbox, clock: MovableClock
 ) -> None:
     for number in range(12):
         if number == 5:
-            await store.deposit("a")  # nobody has delivered it
+            await store.deposit("a")  # not delivered yet
         if number == 7:
             clock.set(NOW)
         async with outbox.transaction("Nothing"):
             pass
-    removed = await walk(purge_events, store, 3)
+    removed = await purge_all(purge_events, store, 3)
     assert removed == [3, 2, 2, 0]
     assert await events_left(store) == ["1", None, None, None, None, None]
 
 
-# --- what was received ---------------------------------------------------------------------------
+# --- received messages ---------------------------------------------------------------------------
 
 
-async def test_what_was_consumed_is_forgotten_after_its_time_in_batches(store: Store) -> None:
-    async def consume(number: int, moment: datetime) -> None:
+async def test_consumed_messages_are_forgotten_after_their_retention_in_batches(store: Store) -> None:
+    async def consume(number: int, date: datetime) -> None:
         async with store.database.session() as session:
             await session.begin()
             await session.consume(
@@ -292,7 +292,7 @@ async def test_what_was_consumed_is_forgotten_after_its_time_in_batches(store: S
                     handler_name="h",
                     event_id=uuid4(),
                     payload_hash="x",
-                    consumed_date=moment,
+                    consumed_date=date,
                 )
             )
             await session.commit()

@@ -1,4 +1,4 @@
-"""The rights in docs/operate/security.md are enough for each user, and no right is superfluous."""
+"""The rights in docs/operate/security.md are sufficient for each user, and none is superfluous."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.kit.inside import database_of, finding_watch_of
 pytestmark = pytest.mark.usefixtures("patient_pages")
 
 PAGE = Path(__file__).parents[2] / "docs" / "operate" / "security.md"
-HEADINGS = {"postgres": "Rights on PostgreSQL", "mysql": "Rights on MySQL and MariaDB"}
+HEADINGS = {"postgres": "Privileges on PostgreSQL", "mysql": "Privileges on MySQL and MariaDB"}
 ROLES = ("app_producer", "app_worker", "app_operator")
 
 HOUR = timedelta(hours=1)
@@ -34,7 +34,7 @@ Open = Callable[[str], Outbox]
 
 
 def grants(dialect: str) -> list[str]:
-    """The statements of the page for a database."""
+    """The statements on the page for a database."""
     section = PAGE.read_text("utf-8").partition(f"### {HEADINGS[dialect]}\n")[2].partition("\n#")[0]
     [block] = re.findall(r"^```sql\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
     return [statement.strip() for statement in re.sub(r"--[^\n]*", "", block).split(";") if statement.strip()]
@@ -42,7 +42,7 @@ def grants(dialect: str) -> list[str]:
 
 @asynccontextmanager
 async def granted(look: Look) -> AsyncIterator[None]:
-    """Three users, with the rights of the page."""
+    """Three users with the rights on the page."""
     is_postgres = look.driver == "asyncpg"
     try:
         for role in ROLES:
@@ -74,7 +74,7 @@ async def owner(server_url: str, clock: MovableClock) -> AsyncIterator[Outbox]:
 
 @pytest.fixture
 async def open_as(owner: Outbox, rows: Look, server_url: str, clock: MovableClock) -> AsyncIterator[Open]:
-    """Opens the test's database as a different user."""
+    """Opens the test's database as another user."""
     opened: list[Outbox] = []
 
     def open_as(role: str) -> Outbox:
@@ -98,7 +98,7 @@ async def refused(ways: list[Callable[[], Awaitable[object]]]) -> None:
             await way()
 
 
-async def test_a_producer_adds_events_and_reads_none(open_as: Open, rows: Look) -> None:
+async def test_a_producer_may_add_events_but_not_read_them(open_as: Open, rows: Look) -> None:
     producer = open_as("app_producer")
 
     await producer.executor.execute(Emit((1, 2)))
@@ -119,7 +119,7 @@ async def test_a_producer_adds_events_and_reads_none(open_as: Open, rows: Look) 
         await producer.drain()
 
 
-async def test_a_producer_whose_table_is_gone_hears_of_that_and_not_of_rights(open_as: Open, rows: Look) -> None:
+async def test_a_producer_reports_missing_tables_and_not_missing_rights(open_as: Open, rows: Look) -> None:
     producer = open_as("app_producer")
     await rows.fetch("DROP TABLE {events}")
 
@@ -128,7 +128,9 @@ async def test_a_producer_whose_table_is_gone_hears_of_that_and_not_of_rights(op
     assert not isinstance(caught.value, RightsMissing)
 
 
-async def test_a_worker_does_all_but_change_the_tables(open_as: Open, rows: Look, clock: MovableClock) -> None:
+async def test_a_worker_may_do_everything_except_change_the_tables(
+    open_as: Open, rows: Look, clock: MovableClock
+) -> None:
     worker = open_as("app_worker")
     worker.handler(MoneyDeposited, name="plain")(Journal(lambda e: ValueError() if e.event.amount == 2 else None))
     worker.handler(MoneyDeposited, name="exact", delivery="transactional", ordered=True)(Journal())
@@ -151,9 +153,7 @@ async def test_a_worker_does_all_but_change_the_tables(open_as: Open, rows: Look
                 await tx.execute(statement)
 
 
-async def test_an_operator_looks_and_puts_right_and_adds_no_events(
-    open_as: Open, owner: Outbox, clock: MovableClock
-) -> None:
+async def test_an_operator_may_read_and_repair_but_not_emit(open_as: Open, owner: Outbox, clock: MovableClock) -> None:
     owner.handler(MoneyDeposited, name="first")(Journal(lambda envelope: ValueError()))
     await owner.executor.execute(Emit((1, 2)))
     await owner.drain()
@@ -182,16 +182,16 @@ async def test_an_operator_looks_and_puts_right_and_adds_no_events(
         await operator.admin.purge()
 
 
-async def test_a_user_who_may_not_order_is_told_so_before_the_first_order(open_as: Open, rows: Look) -> None:
+async def test_missing_operator_rights_are_reported_before_the_first_operation(open_as: Open, rows: Look) -> None:
     operator, producer = open_as("app_operator"), open_as("app_producer")
 
-    assert await operator.admin.orders_refused() == {}
-    assert "lacks" in (await producer.admin.orders_refused())["default"]
+    assert await operator.admin.operations_unavailable() == {}
+    assert "lacks" in (await producer.admin.operations_unavailable())["default"]
     await rows.fetch(f"REVOKE UPDATE ON {rows.table('event_notifications')} FROM app_operator")
 
-    told = (await operator.admin.orders_refused())["default"]
-    assert "UPDATE on eventlog.event_notifications" in told
-    assert "app_operator" in told
+    reason = (await operator.admin.operations_unavailable())["default"]
+    assert "UPDATE on eventlog.event_notifications" in reason
+    assert "app_operator" in reason
 
 
 #: The rights of each operation, beside those that all operations need.
@@ -214,7 +214,7 @@ NEEDED = {
 
 
 def call_of(outbox: Outbox, kind: str, clock: MovableClock) -> Awaitable[object]:
-    """An operation of each kind, on everything."""
+    """Call the operation of this kind, on everything."""
     admin, of_job = outbox.admin, kind in ("pause_job", "unpause_job", "run_job_now", "remove_job")
     calls: dict[str, Callable[[], Awaitable[object]]] = {
         "retry": lambda: admin.retry(Filter(handler="first")),
@@ -229,7 +229,7 @@ def call_of(outbox: Outbox, kind: str, clock: MovableClock) -> Awaitable[object]
 
 
 @pytest.mark.parametrize("kind", NEEDED)
-async def test_an_operation_that_lacks_a_right_names_the_right(
+async def test_an_operation_names_its_missing_right(
     open_as: Open, owner: Outbox, rows: Look, clock: MovableClock, kind: str
 ) -> None:
     fails = Journal(lambda envelope: ValueError())
@@ -253,7 +253,7 @@ async def test_an_operation_that_lacks_a_right_names_the_right(
     assert [(one.kind, one.state, "lacks" in (one.error or "")) for one in operations] == [(kind, "FAILED", True)]
 
 
-async def test_an_operation_that_cannot_be_recorded_names_the_right(open_as: Open, rows: Look) -> None:
+async def test_an_unrecordable_operation_names_its_missing_right(open_as: Open, rows: Look) -> None:
     operator = open_as("app_operator")
     await rows.fetch(f"REVOKE INSERT ON {rows.table('operations')} FROM app_operator")
 
@@ -262,9 +262,7 @@ async def test_an_operation_that_cannot_be_recorded_names_the_right(open_as: Ope
 
 
 @pytest.mark.above_statements
-async def test_the_dashboard_has_no_button_for_what_the_database_forbids_and_says_why(
-    open_as: Open, owner: Outbox, rows: Look
-) -> None:
+async def test_the_dashboard_has_no_button_for_a_missing_right(open_as: Open, owner: Outbox, rows: Look) -> None:
     owner.handler(MoneyDeposited, name="first")(Journal())
     await owner.executor.execute(Emit((1,)))
     await owner.drain()
@@ -274,22 +272,22 @@ async def test_the_dashboard_has_no_button_for_what_the_database_forbids_and_say
     async with browser(Dashboard(operator, authorize=allow_all)) as client:
         pages = {path: (await client.get(path)).text for path in ("/handlers/first", "/shards")}
         answers = {
-            "purge": await send_form(client, "/orders/purge", {"sure": "yes", "typed": "app"}),
-            "pause": await send_form(client, "/orders/pause", {"sure": "yes", "handler": "first"}),
+            "purge": await send_form(client, "/operations/purge", {"sure": "yes", "typed": "app"}),
+            "pause": await send_form(client, "/operations/pause", {"sure": "yes", "handler": "first"}),
         }
 
-    assert "/orders/replay" in pages["/handlers/first"]
-    assert "/orders/pause" not in pages["/handlers/first"]
-    assert "/orders/purge" not in pages["/shards"]
+    assert "/operations/replay" in pages["/handlers/first"]
+    assert "/operations/pause" not in pages["/handlers/first"]
+    assert "/operations/purge" not in pages["/shards"]
     for page in pages.values():
-        assert "2 operations not possible" in page
+        assert "2 operations not available" in page
         assert "DELETE on eventlog.events" in page
     assert {kind: answer.status_code for kind, answer in answers.items()} == {"purge": 403, "pause": 403}
     assert "INSERT on eventlog.pauses" in answers["pause"].text
 
 
 @pytest.mark.above_statements
-async def test_a_page_that_may_not_read_a_table_names_the_right(open_as: Open) -> None:
+async def test_a_page_that_cannot_read_a_table_names_the_right(open_as: Open) -> None:
     async with browser(Dashboard(open_as("app_producer"), authorize=allow_all)) as client:
         for path in ("/", "/notifications", "/dead", "/events", "/jobs", "/keys", "/operations"):
             answer = await client.get(path)
@@ -298,7 +296,7 @@ async def test_a_page_that_may_not_read_a_table_names_the_right(open_as: Open) -
             assert "app_producer" in answer.text, path
 
 
-async def test_an_operator_watches_findings_and_keeps_them_in_memory(
+async def test_an_operator_watches_findings_in_memory(
     open_as: Open, owner: Outbox, rows: Look, caplog: pytest.LogCaptureFixture
 ) -> None:
     owner.handler(MoneyDeposited, name="receipt")(Journal())
@@ -314,7 +312,7 @@ async def test_an_operator_watches_findings_and_keeps_them_in_memory(
         await watch.run_once()
 
     assert got == ["no_instance"]
-    assert caplog.text.count("are kept in memory only") == 1
+    assert caplog.text.count("keeping them in memory") == 1
 
     allowed = "GRANT INSERT, UPDATE, DELETE ON eventlog.instance_reports TO app_operator"
     await rows.fetch(allowed)

@@ -1,4 +1,4 @@
-"""The tables: how they are created, who may create them, and that every database has the same tables."""
+"""The tables: how they are created, who may create them, and that every database has the same ones."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ IDS = ("id", "action_id", "event_id", "notification_id")
 JSON_COLUMNS = ("action_params", "payload", "errors", "headers", "aliases", "names", "durations", "lags", "report",
                 "request", "reached")  # fmt: skip
 
-#: Every column of every table in its order; a question mark means that it may be NULL. Readers rely on these.
+#: The columns of every table, in order; a question mark means that the column may be NULL. Readers rely on these.
 COLUMNS = {
     "events": """
         id namespace action_id action_name action_params started_date completion_date model_id? model_type?
@@ -82,7 +82,7 @@ def columns_in(dialect: str) -> dict[str, str]:
 
 
 def files_in(dialect: str) -> list[str]:
-    """The files that a database without tables gets."""
+    """The files applied to a database without tables."""
     if dialect == "sqlite":
         return [*FILES, RATES]
     return sorted([*FILES, CONTRACT, NEIGHBOURS]) + [PRIMARY_KEYS] * (dialect != "postgres") + [AUTOMATIC, RATES]
@@ -110,7 +110,7 @@ async def run_with_the_databases_own_tool(url: str, text: str) -> None:
         connection.executescript(text)
         connection.close()
     elif urlsplit(url).scheme in mysql.SCHEMES:
-        # Like these databases' shell, it passes over warnings: of IF NOT EXISTS, where there is one already.
+        # Like the shell of these databases, ignore the warnings of IF NOT EXISTS about existing objects.
         async with mysql.connected(url, client_flag=CLIENT.MULTI_STATEMENTS) as server:
             await mysql.run_all(server, text)
     else:
@@ -121,21 +121,21 @@ async def run_with_the_databases_own_tool(url: str, text: str) -> None:
 
 async def columns_of(look: Look, table: str) -> list[str]:
     if look.is_file:
-        question = "SELECT name, NOT \"notnull\" AS nullable FROM pragma_table_info('eventlog_' || $1) ORDER BY cid"
+        query = "SELECT name, NOT \"notnull\" AS nullable FROM pragma_table_info('eventlog_' || $1) ORDER BY cid"
     else:
-        question = """SELECT column_name AS name, is_nullable = 'YES' AS nullable FROM information_schema.columns
+        query = """SELECT column_name AS name, is_nullable = 'YES' AS nullable FROM information_schema.columns
             WHERE table_schema = 'eventlog' AND table_name = $1 {visible} ORDER BY ordinal_position"""
-        question = question.format(visible="AND extra NOT LIKE '%INVISIBLE%'" if look.has_invisible_columns else "")
-    return [row["name"] + "?" * bool(row["nullable"]) for row in await look.fetch(question, table)]
+        query = query.format(visible="AND extra NOT LIKE '%INVISIBLE%'" if look.has_invisible_columns else "")
+    return [row["name"] + "?" * bool(row["nullable"]) for row in await look.fetch(query, table)]
 
 
 async def text_columns_of(look: Look, table: str) -> list[str]:
     if look.is_file:
-        question = "SELECT name FROM pragma_table_info('eventlog_' || $1) WHERE type = 'TEXT'"
+        query = "SELECT name FROM pragma_table_info('eventlog_' || $1) WHERE type = 'TEXT'"
     else:
-        question = """SELECT column_name AS name FROM information_schema.columns WHERE table_schema = 'eventlog'
+        query = """SELECT column_name AS name FROM information_schema.columns WHERE table_schema = 'eventlog'
             AND table_name = $1 AND data_type IN ('text', 'longtext', 'character varying', 'varchar')"""
-    return [row["name"] for row in await look.fetch(question, table)]
+    return [row["name"] for row in await look.fetch(query, table)]
 
 
 async def everything_in(look: Look) -> Any:
@@ -162,7 +162,7 @@ async def test_migrate_applies_every_file_once(bare: Outbox, look: Look) -> None
     assert [(row["version"], row["file"]) for row in rows] == list(zip(versions_of(files), files, strict=True))
 
 
-async def test_instances_that_migrate_at_once_take_turns(database_url: str, look: Look) -> None:
+async def test_concurrent_migrations_take_turns(database_url: str, look: Look) -> None:
     outboxes = [Outbox(database_url, namespace="app") for _ in range(8)]
     try:
         async with asyncio.timeout(30):
@@ -174,7 +174,7 @@ async def test_instances_that_migrate_at_once_take_turns(database_url: str, look
     assert await look.value("SELECT count(*) FROM {schema_versions}") == len(files_in(look.dialect))
 
 
-async def test_migrate_goes_on_where_the_files_were_applied_up_to(bare: Outbox, database_url: str, look: Look) -> None:
+async def test_migrate_continues_after_the_applied_files(bare: Outbox, database_url: str, look: Look) -> None:
     for file in files_for(look)[:2]:
         await run_with_the_databases_own_tool(database_url, file.text)
     with pytest.raises(SchemaMissing, match=r"lacks table subscriptions, table leases, and \d+ more parts: ") as caught:
@@ -184,7 +184,7 @@ async def test_migrate_goes_on_where_the_files_were_applied_up_to(bare: Outbox, 
     await bare.check()
 
 
-async def test_the_files_run_as_they_are_with_each_databases_own_tool(
+async def test_the_files_run_unchanged_with_each_databases_own_tool(
     bare: Outbox, database_url: str, look: Look
 ) -> None:
     for file in files_for(look):
@@ -199,7 +199,7 @@ async def test_the_files_run_as_they_are_with_each_databases_own_tool(
     assert (await bare.drain()).succeeded == 2
 
 
-async def test_a_schema_from_the_future_is_refused(make_outbox: MakeOutbox, look: Look) -> None:
+async def test_a_newer_schema_is_refused(make_outbox: MakeOutbox, look: Look) -> None:
     outbox = await make_outbox()
     values = "(99, '0099_future.sql', '2030-01-01')"
     await look.fetch(f"INSERT INTO {{schema_versions}} VALUES {values}")
@@ -209,23 +209,22 @@ async def test_a_schema_from_the_future_is_refused(make_outbox: MakeOutbox, look
         async with outbox.running():
             pytest.fail("it runs")
 
+    message = f"schema of shard 'default' is at version 99, but this outboxio supports versions up to {NEWEST}: upgrade"
     for way in (outbox.migrate, outbox.check, run, outbox.drain):
-        newest = NEWEST
-        says = f"the schema of shard 'default' is at version 99, this outboxio knows versions up to {newest}: upgrade"
-        with pytest.raises(SchemaNewer, match=says) as caught:
+        with pytest.raises(SchemaNewer, match=message) as caught:
             await way()
-        assert (caught.value.found, caught.value.known) == (99, newest)
+        assert (caught.value.found, caught.value.known) == (99, NEWEST)
     assert await everything_in(look) == before
 
 
-# --- tables that somebody else made ---------------------------------------------------------------------
+# --- tables of other tools ------------------------------------------------------------------------------
 
 
-async def test_incomplete_tables_of_somebody_else_are_refused_and_left_alone(
+async def test_incomplete_tables_of_another_tool_are_refused_and_unchanged(
     bare: Outbox, database_url: str, look: Look
 ) -> None:
     if not look.is_file:
-        # For some databases a schema is a database, and so it is called by this as well.
+        # On some databases a schema is a database, and has that name.
         await run_with_the_databases_own_tool(database_url, "CREATE SCHEMA eventlog")
     for table in columns_in(look.dialect):
         own = look.table(table)
@@ -235,7 +234,7 @@ async def test_incomplete_tables_of_somebody_else_are_refused_and_left_alone(
         before = await everything_in(look)
 
         with pytest.raises(
-            SchemaOccupied, match="has eventlog tables that outboxio did not make and never edits"
+            SchemaOccupied, match="has eventlog tables that outboxio did not create and never alters"
         ) as caught:
             await bare.migrate()
 
@@ -250,9 +249,7 @@ async def test_incomplete_tables_of_somebody_else_are_refused_and_left_alone(
     assert await bare.migrate() == {"default": files_in(look.dialect)}
 
 
-async def test_a_table_that_stands_in_the_way_of_a_later_file_is_refused_and_left_alone(
-    bare: Outbox, database_url: str, look: Look
-) -> None:
+async def test_a_table_in_the_way_of_a_later_file_is_refused(bare: Outbox, database_url: str, look: Look) -> None:
     for file in files_for(look)[:2]:
         await run_with_the_databases_own_tool(database_url, file.text)
     await run_with_the_databases_own_tool(database_url, f"CREATE TABLE {look.table('leases')} (own TEXT)")
@@ -262,13 +259,13 @@ async def test_a_table_that_stands_in_the_way_of_a_later_file_is_refused_and_lef
     assert await everything_in(look) == before
 
 
-async def test_complete_tables_that_were_made_by_hand_are_adopted_with_what_is_in_them(
+async def test_complete_tables_created_by_hand_are_adopted_with_their_rows(
     bare: Outbox, database_url: str, look: Look
 ) -> None:
     for file in files_for(look):
         await run_with_the_databases_own_tool(database_url, file.text)
     await bare.executor.execute(Emit((1,)))
-    # What a hand would not make, and what it may have made besides.
+    # Parts that are rarely created by hand, and parts that may have been added.
     await run_with_the_databases_own_tool(
         database_url,
         f"DROP TABLE {look.table('schema_versions')}; ALTER TABLE {look.table('leases')} ADD COLUMN own INT",
@@ -287,7 +284,7 @@ async def test_complete_tables_that_were_made_by_hand_are_adopted_with_what_is_i
 # --- checking ---------------------------------------------------------------------------------------------
 
 
-async def test_check_names_what_is_missing_and_the_file_that_has_it(make_outbox: MakeOutbox, look: Look) -> None:
+async def test_check_names_missing_parts_and_their_file(make_outbox: MakeOutbox, look: Look) -> None:
     outbox = await make_outbox()
     await outbox.check()
     by_due, by_line = f"event_notifications_{'due' if look.is_file else 'partition'}", "event_notifications_line"
@@ -316,13 +313,13 @@ async def test_check_names_what_is_missing_and_the_file_that_has_it(make_outbox:
 
         assert set(caught.value.missing) == missing
         assert any(Path(named).name.startswith(file) for named in caught.value.files)
-        for words in ("shard 'default' lacks ", "call `await outbox.migrate()`", "run `outboxio migrate`"):
-            assert words in str(caught.value)
+        for expected in ("shard 'default' lacks ", "call `await outbox.migrate()`", "run `outboxio migrate`"):
+            assert expected in str(caught.value)
         assert len(missing) > 3 or part in str(caught.value)
         assert len(str(caught.value).partition("by hand")[0]) < 600
 
 
-async def test_every_error_about_tables_has_one_root(bare: Outbox) -> None:
+async def test_every_error_about_tables_has_one_base_class(bare: Outbox) -> None:
     with pytest.raises(SchemaError):
         await bare.check()
 
@@ -344,20 +341,20 @@ async def test_tables_have_the_same_columns_in_the_same_order(make_outbox: MakeO
         assert await columns_of(look, table) == columns.split(), table
 
 
-async def test_the_columns_that_other_readers_know_keep_their_types(postgres_url: str) -> None:
+async def test_shared_columns_keep_their_types(postgres_url: str) -> None:
     async with Outbox(postgres_url, namespace="app") as outbox:
         await outbox.migrate()
-    text, moment = "character varying(255)", "timestamp without time zone"
+    text, timestamp = "character varying(255)", "timestamp without time zone"
     context = {
         "id": "uuid", "namespace": text, "action_id": "uuid", "action_name": text, "action_params": "jsonb",
-        "started_date": moment, "completion_date": moment, "model_id": text, "model_type": text, "event_type": text,
-        "payload": "jsonb", "event_date": moment,
+        "started_date": timestamp, "completion_date": timestamp, "model_id": text, "model_type": text,
+        "event_type": text, "payload": "jsonb", "event_date": timestamp,
     }  # fmt: skip
     known = {
         "events": {**context, "delivered": "boolean"},
         "event_notifications": {
             **context, "event_id": "uuid", "handler_name": text, "state": "character varying(24)",
-            "attempts": "integer", "next_retry_at": moment, "created_date": moment, "updated_date": moment,
+            "attempts": "integer", "next_retry_at": timestamp, "created_date": timestamp, "updated_date": timestamp,
         },
     }  # fmt: skip
     for table, columns in known.items():
@@ -369,7 +366,7 @@ async def test_the_columns_that_other_readers_know_keep_their_types(postgres_url
 
 
 async def test_text_is_compared_byte_for_byte(make_outbox: MakeOutbox, look: Look) -> None:
-    """Not by case, nor by accents, nor by trailing spaces, nor by how Unicode composes a letter."""
+    """Not by case, accents, trailing spaces, or Unicode composition."""
     await make_outbox()
     name = unicodedata.normalize("NFC", "evt_aé")
     others = ["evt_Aé", "evt_ae", f"{name} ", f" {name}", unicodedata.normalize("NFD", name), "evt_aÉ", "evt_ªé", ""]
@@ -400,15 +397,13 @@ async def test_text_is_compared_byte_for_byte(make_outbox: MakeOutbox, look: Loo
         assert set(compared) <= set(texts)
         assert compared
         for column in compared:
-            question = f"SELECT count(*) FROM {look.table(table)} WHERE {column} IN"
-            assert await look.value(f"{question} ($1)", name) == 1
+            query = f"SELECT count(*) FROM {look.table(table)} WHERE {column} IN"
+            assert await look.value(f"{query} ($1)", name) == 1
             listed = ", ".join(f"'{other}'" for other in others)
-            assert await look.value(f"{question} ({listed})") == 0, f"{table}.{column} compares not byte for byte"
+            assert await look.value(f"{query} ({listed})") == 0, f"{table}.{column} is not compared byte for byte"
 
 
-async def test_names_that_look_alike_are_different_handlers_and_different_types(
-    make_outbox: MakeOutbox, look: Look
-) -> None:
+async def test_similar_names_are_different_handlers_and_types(make_outbox: MakeOutbox, look: Look) -> None:
     outbox = await make_outbox()
     journals = {name: Journal() for name in ("evt_aB", "EVT_ab", "evt_àb", "evt_aB ")}
     for name, journal in journals.items():

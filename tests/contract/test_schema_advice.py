@@ -1,4 +1,4 @@
-"""A missing part is named with a remedy that works: an index, a table, a column, a key, or a right."""
+"""A missing part is reported with a working fix: an index, a table, a column, a key, or a right."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def parts(look: Look, kind: str) -> Iterator[Part]:
 
 
 async def make_again(url: str, statements: tuple[str, ...]) -> None:
-    """Run the advised statements, as an operator would."""
+    """Run the suggested statements, as an operator would."""
     for statement in statements:
         if not statement.startswith("--"):
             await run_with_the_databases_own_tool(url, f"{statement};")
 
 
 async def works(outbox: Outbox) -> None:
-    """The outbox does its usual work, with the present contents of the tables."""
+    """Do the usual work of an outbox, with the current contents of the tables."""
     journal = Journal()
     if not outbox._handlers.names:
         outbox.handler(MoneyDeposited, name="first", ordered=True)(journal)
@@ -46,11 +46,11 @@ async def works(outbox: Outbox) -> None:
     assert (await outbox.admin.counts())["SUCCEEDED"] == before + 2
 
 
-# --- what our files are read as ----------------------------------------------------------------------
+# --- how our files are parsed ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dialect", ["postgres", "mysql", "mariadb", "sqlite"])
-def test_everything_that_the_files_make_is_known(dialect: str) -> None:
+def test_every_part_created_by_the_files_is_known(dialect: str) -> None:
     found = [part for file in sql_files(dialect) for part in parts_of(file.text)]
 
     assert {part.table for part in found if part.kind == "table"} == columns_in(dialect).keys()
@@ -61,45 +61,45 @@ def test_everything_that_the_files_make_is_known(dialect: str) -> None:
         added = [part.name for part in of_table if part.is_added and "INVISIBLE" not in part.statements[0]]
         assert known[: len(columns) - len(added)] + added == columns
         assert [part.name for part in found if part.kind == "key" and part.table == table] or table in (
-            "subscriptions"  # where names are longer than a key may be, a digest of them is the key
+            "subscriptions"  # where names are longer than the maximum length of a key, their digest is the key
         )
     text = "".join(file.text for file in sql_files(dialect))
     assert len([part for part in found if part.kind == "index"]) == sum(
-        len(re.findall(words, text)) for words in ("\nCREATE INDEX", "\n    (?:UNIQUE )?KEY ", r"\bADD KEY ")
+        len(re.findall(expected, text)) for expected in ("\nCREATE INDEX", "\n    (?:UNIQUE )?KEY ", r"\bADD KEY ")
     )
-    assert len({part.words for part in found}) == len(found)
+    assert len({part.description for part in found}) == len(found)
 
 
 # --- an index ------------------------------------------------------------------------------------------
 
 
-async def test_an_index_that_is_gone_is_made_again_by_migrate_or_by_the_statement_that_is_told(
+async def test_a_missing_index_is_recreated_by_migrate_or_by_hand(
     make_outbox: MakeOutbox, look: Look, database_url: str
 ) -> None:
     outbox = await make_outbox()
     await works(outbox)
     for index in parts(look, "index"):
         if index.name == "events_sequence":
-            continue  # what numbers its rows cannot be without
+            continue  # the index that numbers its rows is required
         await look.drop_index(index.table, index.name)
         with pytest.raises(SchemaMissing, match=f"lacks index {index.name}: call `await outbox.migrate") as caught:
             await outbox.check()
-        assert (caught.value.missing, caught.value.can_migrate) == ((index.words,), True)
+        assert (caught.value.missing, caught.value.can_migrate) == ((index.description,), True)
         assert caught.value.by_hand == ()
 
         await make_again(database_url, caught.value.instead)
         await outbox.check()
         await look.drop_index(index.table, index.name)
-        assert await outbox.migrate() == {"default": [index.words]}
+        assert await outbox.migrate() == {"default": [index.description]}
 
         await outbox.check()
         assert await outbox.migrate() == {"default": []}
     await works(outbox)
 
 
-async def test_an_index_that_is_there_and_useless_is_left_to_whoever_builds_it(server_url: str, owner: Outbox) -> None:
+async def test_an_invalid_index_is_left_to_the_operator(server_url: str, owner: Outbox) -> None:
     outbox, look = owner, Look(server_url)
-    if look.dialect == "postgres":  # as CREATE INDEX CONCURRENTLY leaves it when it fails, or is not through yet
+    if look.dialect == "postgres":  # as after a CREATE INDEX CONCURRENTLY that failed or has not finished
         damage = """UPDATE pg_index SET indisvalid = FALSE
             WHERE indexrelid = 'eventlog.event_notifications_partition'::regclass"""
     else:
@@ -117,7 +117,7 @@ async def test_an_index_that_is_there_and_useless_is_left_to_whoever_builds_it(s
     await works(outbox)
 
 
-# --- what held something ---------------------------------------------------------------------------------
+# --- parts that held data --------------------------------------------------------------------------------
 
 GONE = [
     ("table leases", "DROP TABLE {leases}"),
@@ -133,32 +133,30 @@ GONE = [
 
 
 @pytest.mark.parametrize(("part", "damage"), GONE, ids=[part for part, _ in GONE])
-async def test_what_held_something_is_not_made_again_unasked_and_the_statements_that_are_told_make_it(
+async def test_migrate_never_recreates_parts_that_held_data(
     make_outbox: MakeOutbox, look: Look, database_url: str, part: str, damage: str
 ) -> None:
     outbox = await make_outbox()
     await look.fetch(damage)
-    told = []
+    printed = []
     for way in (outbox.check, outbox.migrate, outbox.migrate):
         with pytest.raises(
-            SchemaMissing, match=rf"lacks {part}: .*Restore a backup, or make the part by hand"
+            SchemaMissing, match=rf"lacks {part}: .*Restore a backup, or create the part by hand"
         ) as caught:
             await way()
         assert caught.value.missing == (part,)
         assert "migrate" not in str(caught.value)
-        told.append(caught.value.by_hand)
-    assert told[0] == told[1] == told[2]
+        printed.append(caught.value.by_hand)
+    assert printed[0] == printed[1] == printed[2]
 
-    await make_again(database_url, told[0])
+    await make_again(database_url, printed[0])
 
     await outbox.check()
     assert await outbox.migrate() == {"default": []}
     await works(outbox)
 
 
-async def test_a_missing_table_stands_for_its_indexes_which_come_with_it(
-    make_outbox: MakeOutbox, look: Look, database_url: str
-) -> None:
+async def test_a_missing_table_includes_its_indexes(make_outbox: MakeOutbox, look: Look, database_url: str) -> None:
     outbox = await make_outbox()
     await look.fetch("DROP TABLE {event_notifications}")
     await look.drop_index("events", "events_undelivered")
@@ -184,9 +182,7 @@ KEYS = {
 }
 
 
-async def test_a_key_that_is_gone_is_missed_for_without_it_rows_would_be_doubled(
-    server_url: str, owner: Outbox
-) -> None:
+async def test_a_missing_key_is_reported(server_url: str, owner: Outbox) -> None:
     outbox, look = owner, Look(server_url)
     await run_with_the_databases_own_tool(server_url, f"{KEYS[look.dialect]};")
 
@@ -200,7 +196,7 @@ async def test_a_key_that_is_gone_is_missed_for_without_it_rows_would_be_doubled
     await works(outbox)
 
 
-async def test_tables_of_another_tool_that_are_incomplete_are_refused_with_what_to_add(
+async def test_incomplete_tables_of_another_tool_are_refused_with_advice(
     make_outbox: MakeOutbox, look: Look, database_url: str
 ) -> None:
     outbox = await make_outbox()
@@ -215,7 +211,7 @@ async def test_tables_of_another_tool_that_are_incomplete_are_refused_with_what_
     await outbox.check()
 
 
-async def test_the_command_line_shows_what_to_run(
+async def test_the_command_line_shows_the_statements_to_run(
     make_outbox: MakeOutbox, look: Look, capsys: pytest.CaptureFixture[str]
 ) -> None:
     outbox = await make_outbox()
@@ -223,11 +219,11 @@ async def test_the_command_line_shows_what_to_run(
     await look.drop_index("events", "events_undelivered")
 
     assert await check_command(outbox, as_json=False) == 1
-    told = " ".join(capsys.readouterr().out.split())
-    assert "2 missing" in told
-    assert "by hand ALTER TABLE" in told
-    assert "with outboxio migrate" in told
-    assert "or run" in told
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "2 missing" in printed
+    assert "by hand ALTER TABLE" in printed
+    assert "with outboxio migrate" in printed
+    assert "or run" in printed
     assert await check_command(outbox, as_json=True) == 1
     assert "ADD COLUMN ended_date" in capsys.readouterr().out
 
@@ -236,7 +232,7 @@ async def test_the_command_line_shows_what_to_run(
 
 
 class Users:
-    """Users of a server with only the rights that a test grants."""
+    """Users of a server with only the rights granted by a test."""
 
     def __init__(self, look: Look) -> None:
         self._look = look
@@ -297,33 +293,33 @@ async def owner(server_url: str) -> AsyncIterator[Outbox]:
         yield outbox
 
 
-async def refused_until_granted(users: Users, way: Callable[[], Awaitable[Any]], *says: str) -> int:
-    """Run the advice of each error as the owner until no error is left; returns the number of errors."""
+async def refused_until_granted(users: Users, way: Callable[[], Awaitable[Any]], *message: str) -> int:
+    """Follow the advice of each error as the owner until none is left; return the number of errors."""
     for number in range(5):
         [refusal] = await asyncio.gather(way(), return_exceptions=True)
         if not isinstance(refusal, BaseException):
             return number
         assert isinstance(refusal, RightsMissing)
-        for words in (
+        for expected in (
             "shard 'default'",
             "app_bare",
             "docs/operate/security.md",
             *refusal.statements,
-            *says[: 9 * (not number)],
+            *message[: 9 * (not number)],
         ):
-            assert words in str(refusal)
+            assert expected in str(refusal)
         assert "migrate" not in str(refusal)
         await users.run(*refusal.statements)
-    raise AssertionError("what is told does not help")
+    raise AssertionError("the advice does not help")
 
 
-async def test_who_may_read_nothing_is_told_which_rights_that_takes(owner: Outbox, users: Users) -> None:
+async def test_missing_read_rights_are_named(owner: Outbox, users: Users) -> None:
     bare = users.open()
     first = "USAGE on the schema eventlog" if users.is_postgres else "SELECT on eventlog.events"
     assert await refused_until_granted(users, bare.check, first) == (2 if users.is_postgres else 1)
 
 
-async def test_loops_that_could_write_nothing_do_not_begin(owner: Outbox, users: Users) -> None:
+async def test_loops_without_write_rights_do_not_start(owner: Outbox, users: Users) -> None:
     bare = users.open()
     bare.handler(MoneyDeposited, name="first")(Journal())
     if users.is_postgres:
@@ -343,7 +339,7 @@ async def test_loops_that_could_write_nothing_do_not_begin(owner: Outbox, users:
     assert (await bare.drain()).succeeded == 1
 
 
-async def test_who_only_handles_needs_no_right_to_fan_out(owner: Outbox, users: Users) -> None:
+async def test_a_handling_process_needs_no_rights_to_fan_out(owner: Outbox, users: Users) -> None:
     bare = users.open()
     bare.handler(MoneyDeposited, name="first")(Journal())
 
@@ -357,27 +353,27 @@ async def test_who_only_handles_needs_no_right_to_fan_out(owner: Outbox, users: 
     assert not any("leases" in statement for statement in caught.value.statements)
 
 
-async def test_who_may_make_no_tables_is_told_which_right_that_takes(server_url: str, users: Users) -> None:
+async def test_the_missing_right_to_create_tables_is_named(server_url: str, users: Users) -> None:
     bare = users.open()
-    says = "CREATE on the database" if users.is_postgres else "rights on the database eventlog"
-    assert await refused_until_granted(users, bare.migrate, says) == 1
+    message = "CREATE on the database" if users.is_postgres else "rights on the database eventlog"
+    assert await refused_until_granted(users, bare.migrate, message) == 1
     await bare.check()
     assert await bare.migrate() == {"default": []}
 
 
-async def test_a_schema_that_was_made_for_somebody_is_enough_to_migrate(postgres_users: Users) -> None:
+async def test_a_prepared_schema_is_enough_to_migrate(postgres_users: Users) -> None:
     users, bare = postgres_users, postgres_users.open()
     await users.run("CREATE SCHEMA eventlog")
-    says = ("CREATE on the schema eventlog", "GRANT USAGE, CREATE ON SCHEMA eventlog TO app_bare")
+    message = ("CREATE on the schema eventlog", "GRANT USAGE, CREATE ON SCHEMA eventlog TO app_bare")
     with pytest.raises(RightsMissing) as caught:
         await bare.migrate()
     assert "USAGE on the schema eventlog" in str(caught.value)
     await users.run(*caught.value.statements)
-    assert await refused_until_granted(users, bare.migrate, *says) == 1
+    assert await refused_until_granted(users, bare.migrate, *message) == 1
     await works(bare)
 
 
-async def test_who_does_not_own_the_tables_is_told_who_does(postgres_url: str, postgres_users: Users) -> None:
+async def test_a_user_who_does_not_own_the_tables_sees_the_owner(postgres_url: str, postgres_users: Users) -> None:
     bare = postgres_users.open()
     async with Outbox(postgres_url, namespace="app") as owner:
         await owner.migrate()
@@ -390,7 +386,7 @@ async def test_who_does_not_own_the_tables_is_told_who_does(postgres_url: str, p
         await bare.migrate()
 
 
-def test_users_of_mysql_are_quoted_as_statements_have_them() -> None:
+def test_mysql_users_are_quoted_as_in_statements() -> None:
     from outboxio.storage.mysql.schema import _quoted
 
     assert _quoted("app@%") == "'app'@'%'"

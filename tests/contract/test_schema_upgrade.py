@@ -1,4 +1,4 @@
-"""Tables of the previous version are changed in two steps: expand beside running processes, contract after them."""
+"""Upgrading the tables in two steps: expand beside running processes, contract after they have left."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ EVENT = {
 
 
 def later(look: Look) -> list[str]:
-    """The files behind the contract file."""
+    """The files after the contract file."""
     return [file for file in files_in(look.dialect) if file >= LATER]
 
 
@@ -75,14 +75,12 @@ async def add_notification(look: Look, amount: int, state: str = "PENDING") -> N
 
 
 async def indexes_of(look: Look) -> set[str]:
-    """The indexes of the notifications by which due rows are found."""
+    """The indexes of the notifications for finding due rows."""
     if look.driver == "asyncpg":
-        question = "SELECT indexname AS name FROM pg_indexes WHERE schemaname = 'eventlog'"
+        query = "SELECT indexname AS name FROM pg_indexes WHERE schemaname = 'eventlog'"
     else:
-        question = (
-            "SELECT DISTINCT index_name AS name FROM information_schema.statistics WHERE table_schema = 'eventlog'"
-        )
-    return {row["name"] for row in await look.fetch(question)} & {OLD_INDEX, NEW_INDEX}
+        query = "SELECT DISTINCT index_name AS name FROM information_schema.statistics WHERE table_schema = 'eventlog'"
+    return {row["name"] for row in await look.fetch(query)} & {OLD_INDEX, NEW_INDEX}
 
 
 @pytest.fixture
@@ -99,7 +97,7 @@ async def outbox(server_url: str, look: Look) -> AsyncIterator[Outbox]:
         yield outbox
 
 
-async def test_rows_of_the_previous_version_are_handled_by_partition_0(outbox: Outbox, look: Look) -> None:
+async def test_rows_of_the_previous_version_belong_to_partition_0(outbox: Outbox, look: Look) -> None:
     await add_notification(look, 1)
     await add_notification(look, 2, "FAILED")
     await add_notification(look, 3, "SUCCEEDED")
@@ -115,7 +113,7 @@ async def test_rows_of_the_previous_version_are_handled_by_partition_0(outbox: O
     assert {row["partition_number"] for row in await look.notifications()} == {0}
 
 
-async def test_the_old_index_stays_until_contract_and_every_step_is_made_once(outbox: Outbox, look: Look) -> None:
+async def test_the_old_index_stays_until_contract_and_steps_run_once(outbox: Outbox, look: Look) -> None:
     steps: list[tuple[bool, list[str], set[str]]] = [
         (False, [EXPAND, *later(look)], {OLD_INDEX, NEW_INDEX}),
         (False, [], {OLD_INDEX, NEW_INDEX}),
@@ -131,21 +129,21 @@ async def test_the_old_index_stays_until_contract_and_every_step_is_made_once(ou
     assert [row["file"] for row in rows] == files_in(look.dialect)
 
 
-async def test_both_steps_may_be_made_at_once(outbox: Outbox, look: Look) -> None:
+async def test_both_steps_may_run_at_once(outbox: Outbox, look: Look) -> None:
     assert await outbox.migrate(contract=True) == {"default": [EXPAND, CONTRACT, *later(look)]}
     await outbox.check()
     assert await indexes_of(look) == {NEW_INDEX}
 
 
 async def announce(look: Look, namespace: str, name: str, ago: timedelta) -> None:
-    """An announcement of the previous version, so long ago by the clock of the database."""
-    moment = {
+    """An announcement of the previous version, this long ago by the clock of the database."""
+    seen_date = {
         "asyncpg": f"clock_timestamp() AT TIME ZONE 'UTC' - INTERVAL '{ago.total_seconds()} seconds'",
         "aiomysql": f"UTC_TIMESTAMP(6) - INTERVAL {ago.total_seconds()} SECOND",
     }[look.driver]
     row = {
         "namespace": f"'{namespace}'", "handler_name": f"'{name}'", "event_type": "'MoneyDeposited'", "topic": "''",
-        "aliases": "'[]'", "priority": "0", "ordered": "FALSE", "last_seen_date": moment,
+        "aliases": "'[]'", "priority": "0", "ordered": "FALSE", "last_seen_date": seen_date,
     }  # fmt: skip
     await look.fetch(insert(look, "subscriptions", row))
 
@@ -161,19 +159,18 @@ async def announce_as_ours(look: Look, namespace: str, name: str, ago: timedelta
     )
 
 
-async def test_contract_is_refused_while_the_previous_version_announces_in_any_namespace(
-    outbox: Outbox, look: Look
-) -> None:
+async def test_contract_is_refused_while_the_previous_version_is_active(outbox: Outbox, look: Look) -> None:
     await outbox.migrate()
     await announce_as_ours(look, "app", "ours", RECENT)
     await announce(look, "app", "gone", OVER)
     await announce(look, "other", "journal", RECENT)
 
-    says = (
-        rf"shard 'default': .*older version.* has announced other/journal within 2 minutes, and {CONTRACT} drops .*: "
-        r"stop the processes of the older version, wait for 2 minutes, and migrate with contract again"
+    message = (
+        rf"shard 'default': .*older version.* announced other/journal within the last 2 minutes, "
+        rf"and {CONTRACT} drops .*: stop the processes of the older version, "
+        r"wait for 2 minutes, and migrate with contract again"
     )
-    with pytest.raises(SchemaInUse, match=says) as caught:
+    with pytest.raises(SchemaInUse, match=message) as caught:
         await outbox.migrate(contract=True)
 
     assert (caught.value.handlers, caught.value.files) == (("other/journal",), (CONTRACT,))
@@ -185,42 +182,40 @@ async def test_contract_is_refused_while_the_previous_version_announces_in_any_n
     assert await outbox.migrate(contract=True) == {"default": []}, "nothing is left to refuse"
 
 
-async def test_contract_is_refused_for_the_evidence_that_this_version_keeps(outbox: Outbox, look: Look) -> None:
+async def test_contract_is_refused_on_stored_evidence_of_older_processes(outbox: Outbox, look: Look) -> None:
     await outbox.migrate()
     for ago, name in ((RECENT, "journal"), (OVER, "gone")):
         await announce_as_ours(look, "app", name, ago)
         await look.fetch(f"UPDATE {{subscriptions}} SET older_seen_date = last_seen_date WHERE handler_name = '{name}'")
 
-    with pytest.raises(SchemaInUse, match="app/journal within 2 minutes"):
+    with pytest.raises(SchemaInUse, match="app/journal within the last 2 minutes"):
         await outbox.migrate(contract=True)
 
     await look.fetch("UPDATE {subscriptions} SET older_seen_date = NULL WHERE handler_name = 'journal'")
     assert await outbox.migrate(contract=True) == {"default": [CONTRACT]}
 
 
-async def test_both_steps_at_once_are_refused_beside_the_previous_version_and_nothing_is_applied(
-    outbox: Outbox, look: Look
-) -> None:
+async def test_both_steps_together_are_refused_beside_the_previous_version(outbox: Outbox, look: Look) -> None:
     await announce(look, "app", "gone", OVER)
     await announce(look, "app", "journal", RECENT)
 
-    with pytest.raises(SchemaInUse, match="app/journal within 2 minutes"):
+    with pytest.raises(SchemaInUse, match="app/journal within the last 2 minutes"):
         await outbox.migrate(contract=True)
 
     assert await indexes_of(look) == {OLD_INDEX}
     assert await outbox.migrate() == {"default": [EXPAND, *later(look)]}
 
 
-async def test_a_process_of_this_version_does_not_start_on_the_previous_tables(outbox: Outbox, look: Look) -> None:
-    says = r"and \d+ more parts: call `await outbox\.migrate\(\)`, or run `outboxio migrate` "
-    with pytest.raises(SchemaMissing, match=says) as caught:
+async def test_this_version_does_not_start_on_the_previous_tables(outbox: Outbox, look: Look) -> None:
+    message = r"and \d+ more parts: call `await outbox\.migrate\(\)`, or run `outboxio migrate` "
+    with pytest.raises(SchemaMissing, match=message) as caught:
         await outbox.check()
     assert [file.rpartition("/")[2] for file in caught.value.files] == [EXPAND, *later(look)]
     assert {"table handler_partitions", "column event_notifications.partition_number"} <= set(caught.value.missing)
     assert caught.value.by_hand == ()
 
 
-async def test_a_process_of_the_previous_version_does_not_start_beside_the_new_tables(
+async def test_the_previous_version_does_not_start_beside_the_new_tables(
     outbox: Outbox, look: Look, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await outbox.migrate()
@@ -250,7 +245,7 @@ async def test_statements_of_the_previous_version_work_between_the_steps(outbox:
     assert await look.value("SELECT partitioned_seen_date FROM {subscriptions}") is None
 
 
-async def test_processes_that_migrate_at_once_take_turns(server_url: str, outbox: Outbox, look: Look) -> None:
+async def test_concurrent_upgrades_take_turns(server_url: str, outbox: Outbox, look: Look) -> None:
     outboxes = [Outbox(server_url, namespace="app") for _ in range(4)]
     try:
         applied = await asyncio.gather(*(other.migrate() for other in outboxes))
@@ -260,7 +255,7 @@ async def test_processes_that_migrate_at_once_take_turns(server_url: str, outbox
     assert sorted(result["default"] for result in applied) == [[]] * 3 + [[EXPAND, *later(look)]]
 
 
-async def test_an_index_that_was_made_by_hand_before_is_kept(postgres_url: str) -> None:
+async def test_an_index_created_by_hand_is_kept(postgres_url: str) -> None:
     look = Look(postgres_url)
     for file in sql_files("postgres")[:PREVIOUS]:
         await run_with_the_databases_own_tool(postgres_url, file.text)
@@ -279,7 +274,7 @@ async def test_an_index_that_was_made_by_hand_before_is_kept(postgres_url: str) 
     assert await look.value(number) == before
 
 
-async def test_a_migration_and_a_round_of_fan_out_do_not_wait_for_each_other_for_ever(postgres_url: str) -> None:
+async def test_migration_and_fan_out_do_not_deadlock(postgres_url: str) -> None:
     """Fan-out reads subscriptions and then writes notifications: the migration locks the tables in the same order."""
     look = Look(postgres_url)
     for file in sql_files("postgres")[:PREVIOUS]:
@@ -303,7 +298,7 @@ async def test_a_migration_and_a_round_of_fan_out_do_not_wait_for_each_other_for
     await fanout.close()
 
 
-async def test_transactions_that_write_both_tables_in_either_order_are_no_victims_of_a_migration(
+async def test_writers_of_both_tables_survive_a_migration(
     postgres_url: str,
 ) -> None:
     look = Look(postgres_url)
@@ -344,7 +339,7 @@ async def test_transactions_that_write_both_tables_in_either_order_are_no_victim
         await writer.close()
 
 
-async def test_a_limit_of_the_session_for_locks_ends_the_migration(postgres_url: str) -> None:
+async def test_a_lock_timeout_of_the_session_ends_the_migration(postgres_url: str) -> None:
     for file in sql_files("postgres"):
         if file.name == LATER:
             break
@@ -362,14 +357,14 @@ async def test_a_limit_of_the_session_for_locks_ends_the_migration(postgres_url:
         await connection.close()
 
 
-def test_processes_that_handle_need_rights_on_the_tables_of_partitions() -> None:
+def test_handling_processes_need_rights_on_the_partition_tables() -> None:
     for table in SHARED:
-        assert schema.working("postgres", fanout=False, handling=True)[table] == ["SELECT", "INSERT", "UPDATE"]
-        assert schema.working("mysql", fanout=True, handling=False)[table] == ["SELECT"]
-        assert table not in schema.working("sqlite", fanout=True, handling=True)
+        assert schema.loop_rights("postgres", fanout=False, handling=True)[table] == ["SELECT", "INSERT", "UPDATE"]
+        assert schema.loop_rights("mysql", fanout=True, handling=False)[table] == ["SELECT"]
+        assert table not in schema.loop_rights("sqlite", fanout=True, handling=True)
 
 
-async def test_an_added_column_that_is_gone_is_told_and_not_made_again_unasked(
+async def test_a_missing_added_column_is_reported_and_not_recreated(
     server_url: str, outbox: Outbox, look: Look
 ) -> None:
     await outbox.migrate()
@@ -383,7 +378,9 @@ async def test_an_added_column_that_is_gone_is_told_and_not_made_again_unasked(
     await outbox.check()
 
 
-async def test_a_restored_table_has_the_parts_that_later_files_add(server_url: str, outbox: Outbox, look: Look) -> None:
+async def test_a_restored_table_has_columns_and_indexes_of_later_files(
+    server_url: str, outbox: Outbox, look: Look
+) -> None:
     await outbox.migrate(contract=True)
     columns = await columns_of(look, "event_notifications")
     await look.fetch("DROP TABLE {event_notifications}")
@@ -398,7 +395,7 @@ async def test_a_restored_table_has_the_parts_that_later_files_add(server_url: s
 # --- MySQL and MariaDB, where each statement commits by itself ---------------------------------------
 
 
-async def test_an_interrupted_step_is_taken_up_wherever_it_was_interrupted(mysql_url: str) -> None:
+async def test_an_interrupted_upgrade_resumes_from_any_point(mysql_url: str) -> None:
     look = Look(mysql_url)
     files = sql_files(look.dialect)
     steps = [statement for file in files[PREVIOUS:] for statement in statements_in(file.text)]
@@ -423,7 +420,7 @@ async def test_an_interrupted_step_is_taken_up_wherever_it_was_interrupted(mysql
 
 
 @pytest.mark.parametrize("dialect", ["mysql", "mariadb"])
-def test_large_tables_are_changed_without_a_copy_and_without_a_lock(dialect: str) -> None:
+def test_large_tables_are_changed_without_copying_or_locking(dialect: str) -> None:
     """The clauses make a server refuse the statement instead of copying or locking the table."""
     text = "".join(file.text for file in sql_files(dialect) if file.name in (EXPAND, LATER))
     clauses = {"column": "ALGORITHM=INSTANT", "index": "ALGORITHM=INPLACE, LOCK=NONE"}
@@ -437,30 +434,30 @@ def test_large_tables_are_changed_without_a_copy_and_without_a_lock(dialect: str
 # --- the command line --------------------------------------------------------------------------------
 
 
-async def test_the_command_line_says_what_waits_and_applies_it_when_asked(
+async def test_the_command_line_shows_and_applies_pending_steps(
     outbox: Outbox, look: Look, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def told() -> list[str]:
+    def printed() -> list[str]:
         return [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
 
     waits = (
-        f".. default: {CONTRACT} is not applied yet: run outboxio migrate --contract when no process of an older "
-        "version runs any more"
+        f"WARN default: {CONTRACT} not applied yet: run outboxio migrate --contract when no process of an older "
+        "version is running any more"
     )
     assert await migrate_command(outbox, contract=False, as_json=False) == 0
-    assert told() == [f"ok default: applied {EXPAND}, {', '.join(later(look))}", waits]
+    assert printed() == [f"ok default: applied {EXPAND}, {', '.join(later(look))}", waits]
     assert await check_command(outbox, as_json=False) == 0
-    assert told()[1:] == [waits]
+    assert printed()[1:] == [waits]
     await look.fetch("CREATE TABLE alembic_version (version_num VARCHAR(32) NOT NULL)")
     try:
         assert await check_command(outbox, as_json=False) == 0
-        assert told()[1:] == [waits.replace("outboxio migrate", "outboxio alembic-revision")]
+        assert printed()[1:] == [waits.replace("outboxio migrate", "outboxio alembic-revision")]
     finally:
         await look.fetch("DROP TABLE alembic_version")
     assert await migrate_command(outbox, contract=True, as_json=False) == 0
-    assert told() == [f"ok default: applied {CONTRACT}"]
+    assert printed() == [f"ok default: applied {CONTRACT}"]
     assert await check_command(outbox, as_json=False) == 0
-    assert len(told()) == 1
+    assert len(printed()) == 1
     assert await indexes_of(look) == {NEW_INDEX}
 
 
@@ -474,25 +471,25 @@ async def test_the_command_line_refuses_to_contract_beside_the_previous_version(
         await migrate_command(outbox, contract=True, as_json=as_json)
 
 
-async def test_the_command_line_tells_machines_what_waits(
+async def test_the_command_line_lists_pending_steps_as_json(
     outbox: Outbox, look: Look, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import msgspec
 
-    def told() -> Any:
+    def printed() -> Any:
         return msgspec.json.decode(capsys.readouterr().out)
 
     await migrate_command(outbox, contract=False, as_json=True)
-    assert told() == {"applied": {"default": [EXPAND, *later(look)]}, "pending": {"default": [CONTRACT]}}
+    assert printed() == {"applied": {"default": [EXPAND, *later(look)]}, "pending": {"default": [CONTRACT]}}
     await check_command(outbox, as_json=True)
-    assert told()["shards"]["default"]["pending"] == [CONTRACT]
+    assert printed()["shards"]["default"]["pending"] == [CONTRACT]
     await migrate_command(outbox, contract=True, as_json=True)
-    assert told() == {"applied": {"default": [CONTRACT]}, "pending": {"default": []}}
+    assert printed() == {"applied": {"default": [CONTRACT]}, "pending": {"default": []}}
     await check_command(outbox, as_json=True)
-    assert "pending" not in told()["shards"]["default"]
+    assert "pending" not in printed()["shards"]["default"]
 
 
-# --- our files are read ------------------------------------------------------------------------------
+# --- our files are parsed ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -527,12 +524,12 @@ async def test_the_command_line_tells_machines_what_waits(
         ("INSERT INTO eventlog.schema_versions VALUES (5, 'x', now())", None),
     ],
 )
-def test_the_change_of_a_statement_is_known(statement: str, change: Change | None) -> None:
+def test_the_change_made_by_a_statement_is_recognized(statement: str, change: Change | None) -> None:
     assert change_of(statement) == change
 
 
-def test_no_statement_of_a_file_is_passed_over() -> None:
-    """A statement that is not understood would have no remedy, and would fail in a migration that goes on."""
+def test_no_statement_of_a_file_is_unrecognized() -> None:
+    """An unrecognized statement would have no fix, and would fail in a resumed migration."""
     for dialect in ("mysql", "mariadb"):
         for file in sql_files(dialect):
             for statement in statements_in(file.text):

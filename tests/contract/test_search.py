@@ -1,4 +1,4 @@
-"""The search for notifications, on every database: beside a naive filter in Python, over rows of all kinds."""
+"""The search for notifications, on every database, compared with a naive filter in Python."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from msgspec.structs import replace
 
 from outboxio import ConfigurationError, Filter, Outbox
 from outboxio.model.notification import FIRST_DEFERRED, NotificationRecord, State
-from outboxio.model.operating.groups import Place, Search
+from outboxio.model.operating.groups import PageCursor, Search
 from outboxio.operations.queries.filters import Cursor
 from outboxio.storage.protocols.operating import Counted
+from outboxio.storage.tables.scanner import MAX_EVENTS
+from outboxio.storage.tables.scans import Bounds
 from outboxio.storage.tables.search import NotificationSearch
-from outboxio.storage.tables.walker import MOST_EVENTS
-from outboxio.storage.tables.walks import Bounds
 from tests.kit.app import Look
 from tests.kit.inside import database_of
 from tests.kit.rows import EventRow, Row, at, insert
@@ -144,18 +144,18 @@ async def paged(
     repository: NotificationSearch, search: Search, limit: int, most: int | None
 ) -> list[list[NotificationRecord]]:
     pages: list[list[NotificationRecord]] = []
-    place: Place | None = None
+    position: PageCursor | None = None
     while True:
-        page = await repository.find("app", search, limit, place, most=most)
+        page = await repository.find("app", search, limit, position, most=most)
         pages.append(list(page.rows))
         if page.next is None:
             return pages
-        assert page.next != place, "a page moves on"
-        place = page.next
+        assert page.next != position, "each page continues after the previous one"
+        position = page.next
 
 
 @pytest.mark.slow
-async def test_each_matching_row_is_in_one_page_and_counted(repository: NotificationSearch, rows: list[Row]) -> None:
+async def test_each_matching_row_is_counted_and_on_one_page(repository: NotificationSearch, rows: list[Row]) -> None:
     chance = random.Random(11)
     unfinished = (State.PENDING, State.FAILED, State.BLOCKED, State.DYING)
     several = [Search(states=states) for number in (2, 3, 4) for states in combinations(unfinished, number)]
@@ -178,7 +178,7 @@ async def all_of(repository: NotificationSearch, search: Search) -> list[Notific
     return list((await repository.find("app", search, 1000)).rows)
 
 
-async def test_rows_that_ended_badly_come_newest_first_over_all_handlers(
+async def test_dead_and_expired_rows_come_newest_first_over_all_handlers(
     repository: NotificationSearch, rows: list[Row]
 ) -> None:
     found = await all_of(repository, Search(states=(State.DEAD, State.EXPIRED)))
@@ -187,9 +187,7 @@ async def test_rows_that_ended_badly_come_newest_first_over_all_handlers(
     assert [row.updated_date for row in found] == sorted((row.updated_date for row in found), reverse=True)
 
 
-async def test_waiting_rows_come_by_due_date_and_latest_first_over_all_handlers_and_partitions(
-    repository: NotificationSearch, rows: list[Row]
-) -> None:
+async def test_waiting_rows_come_by_due_date_over_all_handlers(repository: NotificationSearch, rows: list[Row]) -> None:
     found = await all_of(repository, Search(states=(State.PENDING, State.FAILED)))
 
     places = [(row.next_retry_at, row.sequence) for row in found]
@@ -204,23 +202,25 @@ async def test_all_rows_come_by_event_and_newest_first(repository: NotificationS
         assert [row.event_id for row in found] == sorted((row.event_id for row in found), reverse=True)
 
 
-async def test_a_page_goes_on_after_the_id_of_a_row(repository: NotificationSearch, rows: list[Row]) -> None:
+async def test_a_page_continues_after_the_id_of_a_row(repository: NotificationSearch, rows: list[Row]) -> None:
     for search in (
         Search(), Search(states=(State.DEAD,)), Search(states=(State.PENDING, State.BLOCKED, State.EXPIRED)),
         Search(action_id=ACTIONS[0]),
     ):  # fmt: skip
         found = await all_of(repository, search)
-        place = await repository.place_of("app", search, found[4].id)
-        page = await repository.find("app", search, 1000, place)
+        position = await repository.cursor_of_notification("app", search, found[4].id)
+        page = await repository.find("app", search, 1000, position)
         assert [row.id for row in page.rows] == [row.id for row in found[5:]], search
 
     dead = await all_of(repository, Search(states=(State.DEAD,)))
-    assert await repository.place_of("app", Search(states=(State.PENDING,)), dead[0].id) is None, "not in this walk"
-    assert await repository.place_of("app", Search(), UUID(int=9)) is None
-    assert await repository.place_of("another", Search(), dead[0].id) is None
+    assert await repository.cursor_of_notification("app", Search(states=(State.PENDING,)), dead[0].id) is None, (
+        "not in this scan"
+    )
+    assert await repository.cursor_of_notification("app", Search(), UUID(int=9)) is None
+    assert await repository.cursor_of_notification("another", Search(), dead[0].id) is None
 
 
-async def test_a_count_ends_at_its_bounds_and_says_so(repository: NotificationSearch, rows: list[Row]) -> None:
+async def test_a_count_stops_at_its_bounds_and_reports_it(repository: NotificationSearch, rows: list[Row]) -> None:
     search = Search(states=(State.DEAD,))
     number = len(await all_of(repository, search))
 
@@ -232,9 +232,7 @@ async def test_a_count_ends_at_its_bounds_and_says_so(repository: NotificationSe
     assert await repository.count("app", Search(correlation_id="request-1"), 2) == Counted(2, False)
 
 
-async def test_a_search_since_a_date_reads_no_dead_rows_before_the_date(
-    repository: NotificationSearch, rows: list[Row]
-) -> None:
+async def test_a_search_since_a_date_reads_no_older_dead_rows(repository: NotificationSearch, rows: list[Row]) -> None:
     dead, since = (State.DEAD, State.EXPIRED), at(18)
     ended = [row for row in rows if row.namespace == "app" and row.state in dead]
     by_name = Counter(row.handler_name for row in ended)
@@ -247,10 +245,10 @@ async def test_a_search_since_a_date_reads_no_dead_rows_before_the_date(
     assert counted == Counted(recent.total(), True)
 
 
-async def test_a_question_ends_after_a_bounded_number_of_rows_and_goes_on(
+async def test_a_query_stops_after_bounded_rows_and_continues(
     repository: NotificationSearch, rows: list[Row], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What an index alone can tell has a higher bound."""
+    """A query answered by an index alone has a higher limit."""
     monkeypatch.setattr(type(repository), "bounds", Bounds(rows=6, errors=3))
     ended = Search(states=(State.DEAD, State.EXPIRED))
     number = sum(matches(ended, row) for row in rows)
@@ -267,34 +265,30 @@ async def test_a_question_ends_after_a_bounded_number_of_rows_and_goes_on(
         assert sorted(str(row.id) for page in pages for row in page) == expected
 
 
-async def test_a_page_after_a_row_that_is_later_than_until_begins_at_until(
-    repository: NotificationSearch, rows: list[Row]
-) -> None:
+async def test_a_page_cursor_later_than_until_starts_at_until(repository: NotificationSearch, rows: list[Row]) -> None:
     search = Search(states=(State.DEAD, State.EXPIRED), until=at(10))
     expected = [row.id for row in await all_of(repository, search)]
     latest = (await all_of(repository, replace(search, until=None)))[0]
     assert latest.updated_date > at(10)
 
-    page = await repository.find("app", search, 1000, await repository.place_of("app", search, latest.id))
+    page = await repository.find("app", search, 1000, await repository.cursor_of_notification("app", search, latest.id))
 
     assert [row.id for row in page.rows] == expected
 
 
 @pytest.mark.parametrize("date", ["infinity", "-infinity", "0000-00-00 00:00:00.000000", "0001-01-01 00:00:00.000000"])
-async def test_a_forged_cursor_raises_no_error_of_a_driver(
-    outbox: Outbox, rows: list[Row], look: Look, date: str
-) -> None:
-    """A date that exists on some databases only, and the largest numbers."""
+async def test_a_forged_cursor_raises_no_driver_error(outbox: Outbox, rows: list[Row], look: Look, date: str) -> None:
+    """A date that only some databases support, and the largest numbers."""
     largest = str(2**63 - 1)
     places = {
-        "DEAD": Place("dead", "ledger", (date, str(UUID(int=1)), "0")),
-        "PENDING": Place("waiting", "ledger", (date, largest, largest)),
-        "BLOCKED": Place("blocked", "ledger", ("k" * 1000, largest, largest)),
-        "SUCCEEDED": Place("all", "k" * 1000, (str(UUID(int=1)), "k" * 1000, f"-{largest}")),
+        "DEAD": PageCursor("dead", "ledger", (date, str(UUID(int=1)), "0")),
+        "PENDING": PageCursor("waiting", "ledger", (date, largest, largest)),
+        "BLOCKED": PageCursor("blocked", "ledger", ("k" * 1000, largest, largest)),
+        "SUCCEEDED": PageCursor("all", "k" * 1000, (str(UUID(int=1)), "k" * 1000, f"-{largest}")),
     }
-    for state, place in places.items():
+    for state, position in places.items():
         filter = Filter(states=(state,))
-        cursor = Cursor({"default": place}).text(filter)
+        cursor = Cursor({"default": position}).text(filter)
         with suppress(ConfigurationError):
             await outbox.admin.list(filter, after=cursor)
 
@@ -302,13 +296,14 @@ async def test_a_forged_cursor_raises_no_error_of_a_driver(
 async def test_the_last_errors_of_the_newest_matches_are_found(repository: NotificationSearch, rows: list[Row]) -> None:
     search = Search(states=(State.DEAD, State.FAILED))
     errors = [json.loads(row.errors) if row.errors != '"text"' else "" for row in rows]
-    told = {
+    newest_errors = {
         row.id: entries[-1] for row, entries in zip(rows, errors, strict=True)
         if has_error((), row) and isinstance(entries, list)
     }  # fmt: skip
     expected = [
-        (row.id, row.event_id, row.handler_name, row.updated_date, told[row.id]["type"], told[row.id]["message"])
-        for row in await all_of(repository, search) if row.id in told
+        (row.id, row.event_id, row.handler_name, row.updated_date, newest_errors[row.id]["type"],
+         newest_errors[row.id]["message"])
+        for row in await all_of(repository, search) if row.id in newest_errors
     ]  # fmt: skip
 
     found = await repository.last_errors("app", search, 1000)
@@ -321,10 +316,10 @@ async def test_the_last_errors_of_the_newest_matches_are_found(repository: Notif
     assert few.next is not None
 
 
-async def test_a_search_for_the_events_of_a_large_request_walks_by_state(
+async def test_a_search_in_a_large_request_scans_by_state(
     repository: NotificationSearch, rows: list[Row], look: Look
 ) -> None:
-    await insert(look, [EventRow(correlation_id="request-1") for _ in range(MOST_EVENTS)])
+    await insert(look, [EventRow(correlation_id="request-1") for _ in range(MAX_EVENTS)])
 
     for search in (Search(correlation_id="request-1"), Search(correlation_id="request-1", states=(State.DEAD,))):
         expected = sorted(str(row.id) for row in rows if matches(search, row))
@@ -333,7 +328,7 @@ async def test_a_search_for_the_events_of_a_large_request_walks_by_state(
         assert await repository.count("app", search, MANY) == Counted(len(expected), True)
 
 
-async def test_a_page_that_was_read_before_the_request_grew_goes_on(
+async def test_a_page_read_before_the_request_grew_continues(
     repository: NotificationSearch, rows: list[Row], look: Look
 ) -> None:
     search = Search(correlation_id="request-2")

@@ -1,6 +1,6 @@
-"""Sentry: a notification that is given up is an issue, a retry is none; spans, and a trace across processes.
+"""Sentry: a dead notification is an issue, a retry is not; spans, and a trace across processes.
 
-A real client of the SDK sends its envelopes to a transport that keeps them.
+A real client of the SDK sends its envelopes to a transport that collects them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sentry_sdk.transport import Transport
 
 from outboxio import Batch, ConfigurationError, EventEnvelope, Outbox, RetryAfter, RetryPolicy, Settings, Unprocessable
 from outboxio.integrations.sentry import OutboxIntegration
-from outboxio.telemetry.protocol import use_no_more
+from outboxio.telemetry.protocol import remove_from_process
 from outboxio.testing import MovableClock
 from tests.kit.app import Look
 from tests.kit.inside import telemetry_of_process
@@ -32,7 +32,7 @@ OfPlaced = EventEnvelope[Placed]
 
 
 class Kept(Transport):
-    """Keeps the events and transactions that a client sends."""
+    """Collects the events and transactions that a client sends."""
 
     def __init__(self, options: Any = None) -> None:
         super().__init__(options)
@@ -55,9 +55,9 @@ Init = Callable[..., Kept]
 
 @pytest.fixture
 def init(monkeypatch: pytest.MonkeyPatch) -> Iterator[Init]:
-    """Starts a client of the SDK, with no other integrations than the given ones, and leaves nothing behind."""
+    """Start a client of the SDK, with only the given integrations, and leave nothing behind."""
     before = sentry_sdk.get_global_scope().client
-    # The SDK sets an integration up once in a process, so each test begins with none, and undoes its own.
+    # The SDK sets up an integration once per process, so each test starts without any, and removes its own.
     for names in ("_processed_integrations", "_installed_integrations"):
         monkeypatch.setattr(sentry_sdk.integrations, names, set())
     monkeypatch.setattr(logging.Logger, "callHandlers", logging.Logger.callHandlers)  # LoggingIntegration wraps it
@@ -74,7 +74,7 @@ def init(monkeypatch: pytest.MonkeyPatch) -> Iterator[Init]:
     sentry_sdk.get_client().close()
     sentry_sdk.get_global_scope().set_client(before)
     for telemetry in telemetry_of_process():
-        use_no_more(telemetry)
+        remove_from_process(telemetry)
 
 
 @pytest.fixture
@@ -90,13 +90,13 @@ async def make(sqlite_url: str, clock: MovableClock) -> AsyncIterator[MakeOutbox
 
 
 async def exhaust(outbox: Outbox, clock: MovableClock, times: int = 5) -> None:
-    """Drain again and again, after each backoff."""
+    """Drain repeatedly, after each backoff."""
     for _ in range(times):
         await outbox.drain()
         clock.advance(timedelta(hours=1))
 
 
-async def test_a_notification_that_ends_dead_is_one_issue_and_its_retries_are_none(
+async def test_a_dead_notification_is_one_issue_and_retries_are_none(
     make: MakeOutbox, clock: MovableClock, init: Init
 ) -> None:
     kept = init(OutboxIntegration(), LoggingIntegration(event_level=logging.ERROR))
@@ -128,7 +128,7 @@ async def test_a_notification_that_ends_dead_is_one_issue_and_its_retries_are_no
     assert not kept.transactions
 
 
-async def test_an_issue_may_be_made_at_an_attempt_already(make: MakeOutbox, clock: MovableClock, init: Init) -> None:
+async def test_an_issue_may_be_created_at_an_earlier_attempt(make: MakeOutbox, clock: MovableClock, init: Init) -> None:
     kept = init(OutboxIntegration(issue_at_attempt=2))
     outbox = await make()
 
@@ -145,12 +145,12 @@ async def test_an_issue_may_be_made_at_an_attempt_already(make: MakeOutbox, cloc
 
 
 @pytest.mark.parametrize("wrong", [0, -1, True, "3", 1.5])
-def test_an_attempt_that_is_no_number_is_refused(wrong: Any) -> None:
+def test_an_attempt_that_is_not_a_number_is_refused(wrong: Any) -> None:
     with pytest.raises(ConfigurationError, match="expected a whole number from 1, or None"):
         OutboxIntegration(issue_at_attempt=wrong)
 
 
-async def test_the_hook_of_a_dead_notification_adds_no_issue_unless_the_hook_fails(
+async def test_only_a_failing_hook_of_a_dead_notification_adds_an_issue(
     make: MakeOutbox, clock: MovableClock, init: Init
 ) -> None:
     kept, broken = init(OutboxIntegration()), [KeyError("hook"), KeyError("hook")]
@@ -187,7 +187,7 @@ async def test_an_issue_is_redacted(make: MakeOutbox, init: Init) -> None:
     assert kept.issues[0]["exception"]["values"][0]["value"] == "card ****"
 
 
-async def test_a_batch_that_dies_of_one_error_is_an_issue(make: MakeOutbox, init: Init) -> None:
+async def test_a_batch_that_dies_of_one_error_is_one_issue(make: MakeOutbox, init: Init) -> None:
     kept = init(OutboxIntegration(), traces_sample_rate=1.0)
     outbox = await make()
 
@@ -205,7 +205,7 @@ async def test_a_batch_that_dies_of_one_error_is_an_issue(make: MakeOutbox, init
     assert len(kept.issues) == 1
 
 
-async def test_a_trace_goes_from_the_request_to_the_run(make: MakeOutbox, clock: MovableClock, init: Init) -> None:
+async def test_a_trace_continues_from_the_request_to_the_run(make: MakeOutbox, clock: MovableClock, init: Init) -> None:
     kept = init(OutboxIntegration(propagate_traces=True), traces_sample_rate=1.0)
     outbox = await make()
 
@@ -234,7 +234,7 @@ async def test_a_trace_goes_from_the_request_to_the_run(make: MakeOutbox, clock:
     assert [span["description"] for span in kept.spans("queue.publish")] == ["Placed", "Paid"]
 
 
-async def test_headers_are_stored_only_if_asked_for_and_beside_other_headers(
+async def test_headers_are_stored_on_request_beside_other_headers(
     make: MakeOutbox, sqlite_url: str, init: Init
 ) -> None:
     init(OutboxIntegration(), traces_sample_rate=1.0)
@@ -252,7 +252,7 @@ async def test_headers_are_stored_only_if_asked_for_and_beside_other_headers(
     assert "old" not in traced["baggage"]
 
 
-async def test_a_run_of_a_trace_that_is_not_sampled_is_no_transaction(make: MakeOutbox, init: Init) -> None:
+async def test_a_run_of_an_unsampled_trace_is_not_a_transaction(make: MakeOutbox, init: Init) -> None:
     kept = init(OutboxIntegration(propagate_traces=True), traces_sample_rate=0.0)
     outbox, called = await make(), list[int]()
 
@@ -267,7 +267,7 @@ async def test_a_run_of_a_trace_that_is_not_sampled_is_no_transaction(make: Make
     assert (called, kept.transactions) == ([1], [])
 
 
-async def test_spans_can_be_left_out(make: MakeOutbox, init: Init) -> None:
+async def test_spans_can_be_disabled(make: MakeOutbox, init: Init) -> None:
     kept = init(OutboxIntegration(spans=False), traces_sample_rate=1.0)
     outbox = await make()
 
@@ -283,7 +283,7 @@ async def test_spans_can_be_left_out(make: MakeOutbox, init: Init) -> None:
     assert len(kept.issues) == 1
 
 
-async def test_a_tag_that_a_handler_sets_stays_in_its_run(make: MakeOutbox, init: Init) -> None:
+async def test_a_tag_set_by_a_handler_stays_in_its_run(make: MakeOutbox, init: Init) -> None:
     kept = init(OutboxIntegration(), traces_sample_rate=1.0)
     outbox = await make(settings=Settings(concurrency=1))
 
@@ -300,7 +300,7 @@ async def test_a_tag_that_a_handler_sets_stays_in_its_run(make: MakeOutbox, init
     assert [issue["tags"].get("order") for issue in kept.issues] == ["1", None]
 
 
-async def test_a_client_without_the_integration_is_told_nothing(make: MakeOutbox, init: Init) -> None:
+async def test_a_client_without_the_integration_gets_nothing(make: MakeOutbox, init: Init) -> None:
     init(OutboxIntegration())
     kept = init(traces_sample_rate=1.0)
     outbox = await make()
@@ -315,7 +315,7 @@ async def test_a_client_without_the_integration_is_told_nothing(make: MakeOutbox
     assert (kept.issues, kept.transactions) == ([], [])
 
 
-async def test_the_integration_may_be_given_to_an_outbox_beside_opentelemetry(make: MakeOutbox, init: Init) -> None:
+async def test_the_integration_can_be_combined_with_opentelemetry(make: MakeOutbox, init: Init) -> None:
     kept, traces = init(OutboxIntegration(), traces_sample_rate=1.0), Traces()
     outbox = await make(telemetry=[traces.telemetry(), OutboxIntegration(spans=False)])
 

@@ -48,7 +48,7 @@ async def orders(look: Look) -> int:
     return len(await look.fetch("SELECT id FROM orders"))
 
 
-async def test_two_sessions_keep_their_events_apart(outbox: Outbox, look: Look, maker: Maker) -> None:
+async def test_two_sessions_have_separate_events(outbox: Outbox, look: Look, maker: Maker) -> None:
     async with maker() as first, maker() as second:
         outbox.bind(first).emit(Noted("first"))
         outbox.bind(second).emit(Noted("second"))
@@ -57,7 +57,7 @@ async def test_two_sessions_keep_their_events_apart(outbox: Outbox, look: Look, 
     assert await notes(look) == ["first"]
 
 
-async def test_a_flush_that_fails_at_commit_drops_the_events(outbox: Outbox, look: Look, maker: Maker) -> None:
+async def test_a_failed_flush_at_commit_drops_the_events(outbox: Outbox, look: Look, maker: Maker) -> None:
     async with maker.begin() as session:
         session.add(Order(id=1))
     async with maker() as session:
@@ -104,9 +104,9 @@ async def test_listeners_of_the_application_may_emit(outbox: Outbox, look: Look,
         sqlalchemy_event.listen(session.sync_session, "after_commit", in_after_commit)
         session.add(Order(id=1))
         await session.commit()
-    told = await notes(look)
+    stored = await notes(look)
     each_of_2 = [f"{name} {n}" for n in (1, 2) for name in ("before_flush", "after_flush", "after_flush_postexec")]
-    assert told == [*each_of_2[:3], "before_commit", *each_of_2[3:]]
+    assert stored == [*each_of_2[:3], "before_commit", *each_of_2[3:]]
     assert len(refused) == 1
     assert await orders(look) == 2
 
@@ -114,7 +114,7 @@ async def test_listeners_of_the_application_may_emit(outbox: Outbox, look: Look,
 # --- the names of actions ------------------------------------------------------------------------------------
 
 
-async def test_each_bind_may_name_an_action_and_the_order_is_kept(outbox: Outbox, look: Look, maker: Maker) -> None:
+async def test_each_bind_may_name_an_action_and_order_is_kept(outbox: Outbox, look: Look, maker: Maker) -> None:
     async with maker.begin() as session:
         first = outbox.bind(session, action="First")
         first.emit(Noted("a"))
@@ -130,7 +130,7 @@ async def test_each_bind_may_name_an_action_and_the_order_is_kept(outbox: Outbox
 # --- the rest of the application -----------------------------------------------------------------------------
 
 
-async def test_a_scoped_session_is_the_session_in_it(outbox: Outbox, look: Look, maker: Maker) -> None:
+async def test_a_scoped_session_is_resolved_to_its_session(outbox: Outbox, look: Look, maker: Maker) -> None:
     scoped = async_scoped_session(maker, scopefunc=asyncio.current_task)
     outbox.bind(scoped).emit(Noted("scoped"))
     await scoped.commit()
@@ -139,7 +139,7 @@ async def test_a_scoped_session_is_the_session_in_it(outbox: Outbox, look: Look,
 
 
 @pytest.mark.slow
-async def test_a_session_is_garbage_as_soon_as_the_application_forgets_it(outbox: Outbox, maker: Maker) -> None:
+async def test_a_session_is_garbage_collected_once_unreferenced(outbox: Outbox, maker: Maker) -> None:
     session = maker()
     outbox.bind(session).emit(Noted("forgotten"))
     await session.close()
@@ -149,7 +149,7 @@ async def test_a_session_is_garbage_as_soon_as_the_application_forgets_it(outbox
     assert forgotten() is None
 
 
-async def test_emit_outside_of_a_transaction_begins_it_as_add_does(outbox: Outbox, look: Look, maker: Maker) -> None:
+async def test_emit_outside_a_transaction_begins_one_like_add(outbox: Outbox, look: Look, maker: Maker) -> None:
     async with maker() as session:
         outbox.bind(session).emit(Noted("a"))
         with pytest.raises(InvalidRequestError, match="already begun"):
@@ -166,10 +166,10 @@ async def test_emit_outside_of_a_transaction_begins_it_as_add_does(outbox: Outbo
 # --- what is refused -----------------------------------------------------------------------------------------
 
 
-async def test_a_refused_event_leaves_the_session_as_it_is(outbox: Outbox, look: Look, maker: Maker) -> None:
+async def test_a_refused_event_leaves_the_session_unchanged(outbox: Outbox, look: Look, maker: Maker) -> None:
     async with maker.begin() as session:
         session.add(Order(id=1))
-        with pytest.raises(InvalidEvent, match="is no Event"):
+        with pytest.raises(InvalidEvent, match="is not an Event"):
             outbox.bind(session).emit("noted")  # type: ignore[arg-type]
         with pytest.raises(InvalidEvent, match="300 characters"):
             outbox.bind(session, action="x" * 300).emit(Noted("a"))
@@ -178,19 +178,19 @@ async def test_a_refused_event_leaves_the_session_as_it_is(outbox: Outbox, look:
     assert (await notes(look), await orders(look)) == ([], 1)
 
 
-async def test_other_sessions_are_refused_with_the_remedy(outbox: Outbox, maker: Maker, sqlite_url: str) -> None:
+async def test_other_sessions_are_refused_with_a_fix(outbox: Outbox, maker: Maker, sqlite_url: str) -> None:
     engine = create_async_engine(engine_url(sqlite_url))
     try:
         async with maker() as session, engine.connect() as connection, Outbox(sqlite_url, namespace="second") as second:
             outbox.bind(session)
-            for bind, given, words in (
-                (outbox.bind, session.sync_session, "give a connection of its driver, or an AsyncSession"),
-                (outbox.bind, connection, "give an AsyncSession, or use"),
+            for bind, given, message in (
+                (outbox.bind, session.sync_session, "pass a connection of its driver, or an AsyncSession"),
+                (outbox.bind, connection, "pass an AsyncSession, or use"),
                 (outbox.bind, object(), "give an AsyncSession of SQLAlchemy"),
                 (outbox.bind, AsyncSession(engine, twophase=True), "without two-phase commit"),
-                (second.bind, session, "bound to a different outbox"),
+                (second.bind, session, "bound to another outbox"),
             ):
-                with pytest.raises(ConfigurationError, match=words):
+                with pytest.raises(ConfigurationError, match=message):
                     bind(given)  # type: ignore[arg-type]
     finally:
         await engine.dispose()

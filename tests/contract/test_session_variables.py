@@ -1,7 +1,7 @@
-"""Session variables of the server, the database, the user, the pool or the engine change nothing in internal sessions.
+"""Session variables of the server, database, user, pool or engine change nothing in internal sessions.
 
-``LOOP_SETTINGS`` of a dialect is the only list of the variables that statements depend on. Each variable of a list has
-a hostile value here, which an internal session does not keep. Then a service runs with all hostile values at once.
+``LOOP_SETTINGS`` of a dialect is the only list of variables that statements depend on. Each has a hostile value here,
+which an internal session resets. Then a service runs with all hostile values at once.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ POSTGRES = {
     "from_collapse_limit": "1", "join_collapse_limit": "1", "jit": "on", "plan_cache_mode": "force_custom_plan",
     "array_nulls": "off",
 }  # fmt: skip
-#: What no statement depends on, and an application may set.
+#: Variables that an application may set, and that no statement depends on.
 OTHERS = {"bytea_output": "escape", "row_security": "off", "xmloption": "document",
           "transform_null_equals": "on", "lock_timeout": "1s", "enable_hashjoin": "off"}  # fmt: skip
 
@@ -58,8 +58,8 @@ HOSTILE: dict[str, dict[str, str | int]] = {
     "mariadb": {**OF_FAMILY, "tx_isolation": "SERIALIZABLE", "tx_read_only": 1, "max_statement_time": 1,
                 "check_constraint_checks": 1},
 }  # fmt: skip
-#: With these an application has no working session itself: it reads only, loses characters, or begins transactions
-#: unasked.
+#: With these an application itself has no working session: the session is read-only, loses characters, or starts
+#: transactions implicitly.
 ONLY_FOR_LOOPS = ("transaction_read_only", "tx_read_only", "character_set_client", "character_set_connection",
                   "character_set_results", "collation_connection", "completion_type", "max_execution_time")  # fmt: skip
 
@@ -84,16 +84,17 @@ VARIABLES = sorted({(dialect == "postgres", name) for dialect in HOSTILE for nam
 
 
 @pytest.mark.parametrize("name", [name for is_postgres, name in VARIABLES if not is_postgres])
-async def test_a_loop_of_mysql_sets_the_variable(mysql_url: str, name: str) -> None:
+async def test_a_mysql_loop_sets_the_variable(mysql_url: str, name: str) -> None:
     look = Look(mysql_url)
     if name not in HOSTILE[look.dialect]:
         return  # a variable of the other product
-    told = f"SET SESSION {name} = {HOSTILE[look.dialect][name]!r}"
+    command = f"SET SESSION {name} = {HOSTILE[look.dialect][name]!r}"
 
     async def value(connection: Any) -> Any:
         return (await fetch_rows(connection, f"SELECT @@SESSION.{name}"))[0][0]
 
-    async with mysql.pool(mysql_url, minsize=0, maxsize=8, init_command=told, autocommit=name != "autocommit") as pool:
+    autocommit = name != "autocommit"
+    async with mysql.pool(mysql_url, minsize=0, maxsize=8, init_command=command, autocommit=autocommit) as pool:
         async with pool.acquire() as connection:
             theirs = await value(connection)
         async with Outbox(pool, namespace="app") as outbox:
@@ -107,7 +108,7 @@ async def test_a_loop_of_mysql_sets_the_variable(mysql_url: str, name: str) -> N
 
 
 @pytest.mark.parametrize("name", POSTGRES)
-async def test_a_loop_of_postgres_sets_the_variable(postgres_url: str, name: str) -> None:
+async def test_a_postgres_loop_sets_the_variable(postgres_url: str, name: str) -> None:
     async def value(connection: Any) -> str | None:
         found: str | None = await connection.fetchval(
             "SELECT setting FROM pg_catalog.pg_settings WHERE pg_catalog.lower(name) = $1", name
@@ -156,14 +157,14 @@ async def of_a_pool(url: str) -> AsyncIterator[Any]:
         async with asyncpg.create_pool(url, min_size=0, max_size=16, server_settings=settings_for_all(look)) as pool:
             yield pool
     else:
-        async with mysql.pool(url, minsize=0, maxsize=16, init_command=told_to(look), autocommit=True) as pool:
+        async with mysql.pool(url, minsize=0, maxsize=16, init_command=hostile_command(look), autocommit=True) as pool:
             yield pool
 
 
 @asynccontextmanager
 async def of_an_engine(url: str) -> AsyncIterator[Any]:
     look = Look(url)
-    options: dict[str, Any] = {"init_command": told_to(look)}
+    options: dict[str, Any] = {"init_command": hostile_command(look)}
     if look.driver == "asyncpg":
         options = {"server_settings": settings_for_all(look)}
     engine = create_async_engine(engine_url(url), connect_args=options, pool_size=16)
@@ -183,9 +184,9 @@ def settings_for_all(look: Look) -> dict[str, Any]:
 NOT_FOR_APPLICATIONS = ("client_encoding", "transaction_timeout", "search_path", "standard_conforming_strings")
 
 
-def told_to(look: Look) -> str:
-    told = {**settings_for_all(look), "max_join_size": 1}
-    return "SET SESSION " + ", ".join(f"{name} = {value!r}" for name, value in told.items())
+def hostile_command(look: Look) -> str:
+    settings = {**settings_for_all(look), "max_join_size": 1}
+    return "SET SESSION " + ", ".join(f"{name} = {value!r}" for name, value in settings.items())
 
 
 ORIGINS: list[Callable[[str], AbstractAsyncContextManager[Any]]] = [of_the_server, of_a_pool, of_an_engine]
@@ -214,7 +215,7 @@ async def test_a_service_runs_with_hostile_session_variables(
 
 
 @pytest.mark.parametrize("hostile", ORIGINS, ids=lambda origin: origin.__name__.removeprefix("of_"))
-async def test_odd_texts_pass_through_sessions_with_hostile_variables(
+async def test_unusual_texts_survive_sessions_with_hostile_variables(
     mysql_url: str, hostile: Callable[[str], AbstractAsyncContextManager[Any]]
 ) -> None:
     async with hostile(mysql_url) as source, Outbox(source, namespace="app") as outbox:
@@ -239,7 +240,7 @@ async def test_many_messages_are_received_on_a_session_with_a_row_limit(mysql_ur
             assert results == [status] * 5
 
 
-async def test_a_record_knows_its_server_in_spite_of_a_row_limit(mysql_url: str) -> None:
+async def test_record_identifies_its_server_despite_a_row_limit(mysql_url: str) -> None:
     look = Look(mysql_url)
     async with opened(Outbox(mysql_url, namespace="app")) as outbox, mysql.connected(mysql_url) as connection:
         await mysql.fetch(connection, "SET SESSION sql_select_limit = 1")
@@ -249,7 +250,7 @@ async def test_a_record_knows_its_server_in_spite_of_a_row_limit(mysql_url: str)
     assert await look.value("SELECT count(*) FROM {events}") == 1
 
 
-async def test_an_engine_whose_character_set_changes_texts_is_rejected(mysql_url: str) -> None:
+async def test_an_engine_with_a_lossy_character_set_is_refused(mysql_url: str) -> None:
     engine = create_async_engine(engine_url(mysql_url), connect_args={"charset": "latin1"})
     async with Outbox(engine, namespace="app") as outbox:
         with pytest.raises(ConfigurationError, match=r"character set latin1, .*charset='utf8mb4'"):

@@ -1,4 +1,4 @@
-"""Outcomes are written together, never lost, and never by a process without the lock. On every database."""
+"""Outcomes are written together, are never lost, and are never written by a process without the lock."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def fails_if_odd(envelope: EventEnvelope[MoneyDeposited]) -> BaseException | Non
 # --- together ------------------------------------------------------------------------------------
 
 
-async def test_a_thousand_outcomes_take_few_statements(make_outbox: MakeOutbox) -> None:
-    outbox = await make_outbox(settings=Settings(outcome_delay="20s"))  # else it is a matter of time
+async def test_a_thousand_outcomes_need_few_statements(make_outbox: MakeOutbox) -> None:
+    outbox = await make_outbox(settings=Settings(outcome_delay="20s"))  # otherwise the result depends on timing
     outbox.handler(MoneyDeposited, name="first")(Journal())
     outbox.handler(MoneyDeposited, name="second")(Journal(fails_if_odd))
     notifications = watch(outbox, "notifications")
@@ -44,9 +44,7 @@ async def test_a_thousand_outcomes_take_few_statements(make_outbox: MakeOutbox) 
     assert notifications.count("settle") <= 40
 
 
-async def test_outcomes_of_different_kinds_are_written_each_to_its_own_rows(
-    outbox: Outbox, clock: MovableClock
-) -> None:
+async def test_outcomes_of_different_kinds_reach_their_own_rows(outbox: Outbox, clock: MovableClock) -> None:
     policies = {"dies": RetryPolicy(max_attempts=1), "expires": RetryPolicy(retention="1s"), "fails": RetryPolicy()}
     for name, policy in policies.items():
         outbox.handler(MoneyDeposited, name=name, retry=policy)(Journal(fails_if_odd))
@@ -66,7 +64,7 @@ async def test_outcomes_of_different_kinds_are_written_each_to_its_own_rows(
 
 
 def with_unstorable_text(marker: str) -> Callable[..., Awaitable[Any]]:
-    """Sends the database, in place of an error's text, a text that no driver can send."""
+    """Send the database a text that no driver can send, instead of an error's text."""
 
     async def trouble(method: Callable[..., Awaitable[Any]], bucket: Any, *args: Any) -> Any:
         for outcome in bucket.outcomes:
@@ -77,7 +75,7 @@ def with_unstorable_text(marker: str) -> Callable[..., Awaitable[Any]]:
     return trouble
 
 
-async def test_a_text_that_the_database_refuses_costs_only_itself(outbox: Outbox, clock: MovableClock) -> None:
+async def test_a_text_refused_by_the_database_affects_only_its_row(outbox: Outbox, clock: MovableClock) -> None:
     outbox.handler(MoneyDeposited, name="first")(Journal(fails_if_odd))
     notifications = watch(outbox, "notifications")
     notifications.trouble["settle"] = with_unstorable_text("poison 13")
@@ -92,7 +90,7 @@ async def test_a_text_that_the_database_refuses_costs_only_itself(outbox: Outbox
     assert notifications.count("settle") < 20
 
 
-async def test_what_was_written_of_a_divided_bucket_is_not_written_again_when_the_rest_fails(
+async def test_written_parts_of_a_split_bucket_are_not_written_again(
     make_outbox: MakeOutbox,
 ) -> None:
     outbox = await make_outbox(settings=QUICK)
@@ -117,7 +115,7 @@ async def test_what_was_written_of_a_divided_bucket_is_not_written_again_when_th
 # --- nothing is lost -----------------------------------------------------------------------------
 
 
-async def test_a_write_that_fails_is_tried_again_and_no_handler_runs_twice(make_outbox: MakeOutbox, look: Look) -> None:
+async def test_a_failed_write_is_retried_and_no_handler_runs_twice(make_outbox: MakeOutbox, look: Look) -> None:
     outbox = await make_outbox(settings=QUICK)
     journal = Journal()
     outbox.handler(MoneyDeposited, name="first")(journal)
@@ -131,14 +129,14 @@ async def test_a_write_that_fails_is_tried_again_and_no_handler_runs_twice(make_
     assert sorted(journal.amounts) == [1, 2]
 
 
-async def test_a_write_that_cannot_succeed_holds_up_no_other(make_outbox: MakeOutbox) -> None:
+async def test_a_write_that_always_fails_blocks_no_other(make_outbox: MakeOutbox) -> None:
     outbox = await make_outbox(settings=QUICK)
     journal = Journal(fails_if_odd)
     outbox.handler(MoneyDeposited, name="first")(journal)
 
     async def refuses_failures(method: Callable[..., Awaitable[Any]], bucket: Any, *args: Any) -> Any:
         if bucket.has_details:
-            raise RuntimeError("somebody's trigger says no")
+            raise RuntimeError("refused by a user-defined trigger")
         return await method(bucket, *args)
 
     notifications = watch(outbox, "notifications")
@@ -152,7 +150,7 @@ async def test_a_write_that_cannot_succeed_holds_up_no_other(make_outbox: MakeOu
     assert sorted(journal.amounts) == list(range(10))
 
 
-async def test_a_write_whose_answer_was_lost_counts_as_written(make_outbox: MakeOutbox, look: Look) -> None:
+async def test_a_write_with_a_lost_response_counts_as_written(make_outbox: MakeOutbox, look: Look) -> None:
     outbox = await make_outbox(settings=QUICK)
     journal = Journal(fails_if_odd)
     outbox.handler(MoneyDeposited, name="first")(journal)
@@ -169,7 +167,7 @@ async def test_a_write_whose_answer_was_lost_counts_as_written(make_outbox: Make
     assert failed.attempts == 1
 
 
-async def test_drain_survives_a_write_that_fails(outbox: Outbox, look: Look) -> None:
+async def test_drain_survives_a_failed_write(outbox: Outbox, look: Look) -> None:
     journal = Journal()
     outbox.handler(MoneyDeposited, name="first")(journal)
     watch(outbox, "notifications").trouble["settle"] = breaks(2)
@@ -181,31 +179,31 @@ async def test_drain_survives_a_write_that_fails(outbox: Outbox, look: Look) -> 
     assert await look.states() == {"SUCCEEDED": 2}
 
 
-async def test_leaving_waits_for_the_write_that_is_under_way(make_outbox: MakeOutbox, look: Look) -> None:
+async def test_leaving_waits_for_the_write_in_progress(make_outbox: MakeOutbox, look: Look) -> None:
     outbox = await make_outbox(settings=QUICK)
     outbox.handler(MoneyDeposited, name="first")(Journal())
-    begun, goes_on = asyncio.Event(), asyncio.Event()
+    started, may_continue = asyncio.Event(), asyncio.Event()
 
     async def slow(method: Callable[..., Awaitable[Any]], *args: Any) -> Any:
-        begun.set()
-        await goes_on.wait()
+        started.set()
+        await may_continue.wait()
         return await method(*args)
 
     watch(outbox, "notifications").trouble["settle"] = slow
     await outbox.executor.execute(Emit((1,)))
     running = outbox.running()
     await running.__aenter__()
-    await asyncio.wait_for(begun.wait(), 20)
+    await asyncio.wait_for(started.wait(), 20)
     leaving = asyncio.ensure_future(running.__aexit__(None, None, None))
     done, _ = await asyncio.wait([leaving], timeout=0.1)
-    goes_on.set()
+    may_continue.set()
     await leaving
 
     assert not done
     assert await look.states() == {"SUCCEEDED": 1}
 
 
-async def test_outcomes_that_cannot_be_written_at_shutdown_are_named_and_their_handlers_run_again(
+async def test_unwritable_outcomes_at_shutdown_are_logged_and_run_again(
     make_outbox: MakeOutbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dispatcher, "LONGEST_GRACE", 0.2)
@@ -231,7 +229,7 @@ async def test_outcomes_that_cannot_be_written_at_shutdown_are_named_and_their_h
     assert len(journal) == 3
 
 
-async def test_the_shutdown_of_a_long_handler_uses_up_no_attempt(make_outbox: MakeOutbox) -> None:
+async def test_shutting_down_a_long_handler_uses_no_attempt(make_outbox: MakeOutbox) -> None:
     outbox = await make_outbox(settings=Settings(shutdown_timeout="50ms", fanout_poll_delay="30ms"))
     gate = Gate()
     outbox.handler(MoneyDeposited, name="first")(gate)
@@ -246,18 +244,18 @@ async def test_the_shutdown_of_a_long_handler_uses_up_no_attempt(make_outbox: Ma
     assert [envelope.attempt for envelope in gate.envelopes] == [1, 1]
 
 
-async def test_a_handler_that_heeds_stopping_ends_in_time(make_outbox: MakeOutbox, look: Look) -> None:
+async def test_a_handler_that_respects_stopping_ends_in_time(make_outbox: MakeOutbox, look: Look) -> None:
     outbox = await make_outbox(settings=QUICK)
-    begun = asyncio.Event()
+    started = asyncio.Event()
 
     @outbox.handler(MoneyDeposited, name="first")
     async def first(envelope: EventEnvelope[Any]) -> None:
-        begun.set()
+        started.set()
         await envelope.stopping.wait()
 
     await outbox.executor.execute(Emit((1,)))
     async with outbox.running():
-        await begun.wait()
+        await started.wait()
 
     assert await look.states() == {"SUCCEEDED": 1}
 
@@ -270,7 +268,7 @@ def lease_of(handler: str, namespace: str = "app") -> str:
 
 
 async def lose_lock(outbox: Outbox) -> None:
-    """The end of the session that holds the locks; the locks are tried again within a heartbeat."""
+    """End the session that holds the locks; the locks are reacquired within a heartbeat."""
     await locks_of(outbox).release()
 
 
@@ -280,7 +278,7 @@ async def take_lock(outbox: Outbox) -> None:
 
 
 async def raise_term(look: Look, handler: str) -> None:
-    """A different process takes the handler's lock."""
+    """Let another process take the handler's lock."""
     term = "SELECT term FROM {leases} WHERE name = $1"
     before = await look.value(term, lease_of(handler))
     await look.fetch("UPDATE {leases} SET term = term + 1 WHERE name = $1", lease_of(handler))
@@ -304,9 +302,7 @@ async def test_an_outcome_under_an_old_term_is_refused_and_counted(make_outbox: 
         assert await look.notifications() == before
 
 
-async def test_a_process_whose_term_is_over_takes_its_lock_anew_and_runs_nothing_again(
-    make_outbox: MakeOutbox, look: Look
-) -> None:
+async def test_an_expired_term_reacquires_its_lock_and_repeats_nothing(make_outbox: MakeOutbox, look: Look) -> None:
     outbox = await make_outbox(settings=QUICK)
     gate = Gate()
     outbox.handler(MoneyDeposited, name="fenced")(gate)
@@ -341,9 +337,7 @@ async def test_events_emitted_under_an_old_term_are_not_committed(make_outbox: M
     assert await look.value("SELECT count(*) FROM {events} WHERE event_type = 'WalletOpened'") == 1
 
 
-async def test_an_outcome_under_an_old_term_is_refused_beside_one_under_the_newest(
-    make_outbox: MakeOutbox, look: Look
-) -> None:
+async def test_outcomes_under_old_terms_are_refused_beside_current_ones(make_outbox: MakeOutbox, look: Look) -> None:
     outbox = await make_outbox(settings=QUICK)
     gate = Gate()
     outbox.handler(MoneyDeposited, name="first")(gate)
@@ -362,7 +356,7 @@ async def test_an_outcome_under_an_old_term_is_refused_beside_one_under_the_newe
     assert gate.amounts == [1, 2]
 
 
-async def test_a_row_that_was_settled_meanwhile_is_never_reopened(make_outbox: MakeOutbox, look: Look) -> None:
+async def test_a_settled_row_is_never_reopened(make_outbox: MakeOutbox, look: Look) -> None:
     outbox = await make_outbox(settings=QUICK)
     gate = Gate()
     outbox.handler(MoneyDeposited, name="first")(gate)
@@ -378,9 +372,7 @@ async def test_a_row_that_was_settled_meanwhile_is_never_reopened(make_outbox: M
     assert {r.model_id: str(r.state) for r in await outbox.admin.list()} == {"1": "SKIPPED", "2": "SUCCEEDED"}
 
 
-async def test_what_is_in_flight_stays_valid_when_a_lost_lock_is_taken_again_at_once(
-    make_outbox: MakeOutbox, look: Look
-) -> None:
+async def test_runs_stay_valid_when_a_lost_lock_is_reacquired_immediately(make_outbox: MakeOutbox, look: Look) -> None:
     outbox = await make_outbox(settings=QUICK)
     gate = Gate()
     outbox.handler(MoneyDeposited, name="first")(gate)
@@ -397,9 +389,7 @@ async def test_what_is_in_flight_stays_valid_when_a_lost_lock_is_taken_again_at_
     assert len(gate) == 2
 
 
-async def test_what_is_in_flight_is_refused_once_if_another_held_the_lock_meanwhile(
-    make_outbox: MakeOutbox, look: Look
-) -> None:
+async def test_runs_are_refused_once_if_another_process_held_the_lock(make_outbox: MakeOutbox, look: Look) -> None:
     outbox = await make_outbox(settings=QUICK)
     gate = Gate()
     outbox.handler(MoneyDeposited, name="first")(gate)
@@ -438,7 +428,7 @@ async def test_nothing_is_started_while_the_lock_is_lost(make_outbox: MakeOutbox
 # --- two instances -------------------------------------------------------------------------------
 
 
-async def test_two_instances_at_once_handle_each_event_once(make_outbox: MakeOutbox, look: Look) -> None:
+async def test_two_concurrent_instances_handle_each_event_once(make_outbox: MakeOutbox, look: Look) -> None:
     outboxes = [await make_outbox(settings=QUICK) for _ in range(2)]
     journal = Journal()
     for outbox in outboxes:
@@ -458,9 +448,7 @@ async def test_two_instances_at_once_handle_each_event_once(make_outbox: MakeOut
     assert await look.states() == {"SUCCEEDED": 200}
 
 
-async def test_another_instance_takes_over_what_a_leaving_one_did_not_finish(
-    make_outbox: MakeOutbox, look: Look
-) -> None:
+async def test_another_instance_takes_over_rows_of_a_leaving_one(make_outbox: MakeOutbox, look: Look) -> None:
     settings = Settings(shutdown_timeout="50ms", fanout_poll_delay="30ms", handling_poll_delay="30ms")
     leaving, staying = await make_outbox(settings=settings), await make_outbox(settings=settings)
     gate, journal = Gate(), Journal()
@@ -478,7 +466,7 @@ async def test_another_instance_takes_over_what_a_leaving_one_did_not_finish(
     assert await look.states() == {"SUCCEEDED": 3}
 
 
-async def test_a_run_whose_events_a_constraint_of_the_user_refuses_has_failed(postgres_url: str) -> None:
+async def test_a_run_whose_events_violate_a_user_constraint_fails(postgres_url: str) -> None:
     look = Look(postgres_url)
     async with opened(Outbox(postgres_url, namespace="app")) as outbox:
         await look.fetch("ALTER TABLE {events} ADD CHECK (event_type <> 'WalletOpened')")

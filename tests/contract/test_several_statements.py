@@ -1,4 +1,4 @@
-"""A string with several statements: no statement in it ends the transaction of an action silently."""
+"""A string with several statements: none of them ends the transaction of an action silently."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def outbox(look: Look) -> AsyncIterator[Outbox]:
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-async def test_no_row_of_an_action_that_failed_is_there_whatever_else_the_string_held(
+async def test_a_failed_action_leaves_no_row_whatever_its_string_contained(
     outbox: Outbox, look: Look, ending: str
 ) -> None:
     async def end(tx: Transaction) -> None:
@@ -56,7 +56,7 @@ async def test_no_row_of_an_action_that_failed_is_there_whatever_else_the_string
     assert await written(look) == []
 
 
-async def test_several_statements_that_end_nothing_are_the_actions_to_send(outbox: Outbox, look: Look) -> None:
+async def test_an_action_may_send_several_harmless_statements(outbox: Outbox, look: Look) -> None:
     async with outbox.transaction("Several") as tx:
         await tx.execute(
             "INSERT INTO wallets (id, balance) VALUES ('; COMMIT', 1); /* ; COMMIT */ SAVEPOINT a;"
@@ -67,7 +67,7 @@ async def test_several_statements_that_end_nothing_are_the_actions_to_send(outbo
     assert len(await written(look)) == 1
 
 
-async def test_a_table_behind_another_statement_would_commit_that_statement(mysql_url: str) -> None:
+async def test_ddl_after_another_statement_is_refused(mysql_url: str) -> None:
     look = Look(mysql_url)
     await look.fetch("CREATE TABLE own (n INT)")
     async with Outbox(mysql_url, namespace="app") as outbox:
@@ -82,7 +82,7 @@ async def test_a_table_behind_another_statement_would_commit_that_statement(mysq
 
 
 @pytest.mark.parametrize("setting", ["on", "off"])
-async def test_a_backslash_hides_a_quote_where_the_session_says_so(postgres_url: str, setting: str) -> None:
+async def test_a_backslash_escapes_a_quote_depending_on_the_session(postgres_url: str, setting: str) -> None:
     look = Look(postgres_url)
     await look.fetch("CREATE TABLE own (t TEXT)")
     async with Outbox(postgres_url, namespace="app") as outbox:
@@ -102,8 +102,8 @@ async def test_a_backslash_hides_a_quote_where_the_session_says_so(postgres_url:
 
 
 @needs_asyncpg
-async def test_behind_the_back_of_tx_several_statements_end_nothing_either(postgres_url: str) -> None:
-    """A COMMIT alone is noticed afterwards. A BEGIN behind the COMMIT would hide it."""
+async def test_several_statements_on_the_raw_connection_end_nothing_either(postgres_url: str) -> None:
+    """A COMMIT alone is detected afterwards. A BEGIN after the COMMIT would hide it."""
     look = Look(postgres_url)
     await look.fetch("CREATE TABLE own (n INT)")
     async with Outbox(postgres_url, namespace="app") as outbox:
@@ -119,7 +119,7 @@ async def test_behind_the_back_of_tx_several_statements_end_nothing_either(postg
     assert await look.fetch("SELECT * FROM own") == []
 
 
-async def test_a_script_would_commit_what_is_open_before_it_begins(sqlite_url: str) -> None:
+async def test_executescript_is_refused_because_it_commits(sqlite_url: str) -> None:
     look = Look(sqlite_url)
     await look.fetch("CREATE TABLE own (n INT)")
     async with Outbox(sqlite_url, namespace="app") as outbox:

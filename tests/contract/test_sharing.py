@@ -1,6 +1,6 @@
 """Processes that share handlers: who owns which partition, and what a move costs.
 
-Each outbox of a test stands for a process: an outbox has its own name, locks and session.
+Each outbox of a test stands for a process with its own name, locks and session.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from outboxio import EventEnvelope, Outbox, Settings
 from tests.kit.app import Look, MoneyDeposited, eventually, opened
 from tests.kit.inside import database_of, locks_of, owner_of, run_of, seen_owners_of, shard_of
 from tests.kit.partitions import SHARED_WITHIN
-from tests.kit.server_acts import acts_on
+from tests.kit.server_actions import actions_on
 
 pytestmark = pytest.mark.with_tables
 
@@ -28,7 +28,7 @@ NAME = "score"
 
 
 class Calls:
-    """A handler that notes which outbox has handled which amount."""
+    """A handler that records which outbox handled which amount."""
 
     def __init__(self) -> None:
         self.of: dict[str, list[int]] = {}
@@ -69,12 +69,12 @@ class Fleet:
         await self._running.pop(process).__aexit__(None, None, None)
 
     async def die(self, process: str) -> None:
-        """End the session of the locks, and never try again: to the other processes the process is dead."""
+        """End the lock session, and never reconnect: to other processes the process is dead."""
         outbox = self.members.pop(process)
         run = shard_of(outbox).work
         run.loops.locks.stop()
         run.loops.share.stop()
-        await acts_on(self._url).end([acts_on(self._url).own_sessions(outbox)["lock"]])
+        await actions_on(self._url).end([actions_on(self._url).outbox_sessions(outbox)["lock"]])
 
     def owned(self, process: str) -> list[int]:
         """The partitions that a process owns."""
@@ -126,7 +126,7 @@ async def test_a_single_process_owns_every_partition(fleet: Fleet) -> None:
     await eventually(lambda: fleet.calls.amounts == [*range(50)])
 
 
-async def test_processes_share_the_partitions_evenly_and_each_handles_its_own(fleet: Fleet) -> None:
+async def test_processes_share_partitions_evenly_and_handle_their_own(fleet: Fleet) -> None:
     for process in ("a", "b", "c"):
         await fleet.join(process)
     await fleet.until_shares_are(2, 3, 3)
@@ -138,7 +138,7 @@ async def test_processes_share_the_partitions_evenly_and_each_handles_its_own(fl
     assert set(fleet.calls.of) == {"a", "b", "c"}
 
 
-async def test_a_process_that_joins_moves_few_partitions_besides_its_own(fleet: Fleet) -> None:
+async def test_a_joining_process_moves_few_other_partitions(fleet: Fleet) -> None:
     await fleet.join("a")
     await fleet.until_shares_are(8)
     await fleet.join("b")
@@ -147,10 +147,10 @@ async def test_a_process_that_joins_moves_few_partitions_besides_its_own(fleet: 
     await fleet.join("c")
     await fleet.until_shares_are(2, 3, 3)
     kept = [before[process] & set(fleet.owned(process)) for process in ("a", "b")]
-    assert sum(map(len, kept)) >= 4, "5 or 6 is the most; the views of two processes may differ for a moment"
+    assert sum(map(len, kept)) >= 4, "5 or 6 is the most; the views of two processes may differ briefly"
 
 
-async def test_a_process_that_leaves_slowly_with_partition_0_keeps_nobody_from_the_rest(
+async def test_a_slowly_leaving_process_releases_its_idle_partitions(
     fleet: Fleet, server_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     leaver = await fleet.join("a")
@@ -163,7 +163,7 @@ async def test_a_process_that_leaves_slowly_with_partition_0_keeps_nobody_from_t
     await fleet.until_shares_are(1, 7)
     assert fleet.owned("a") == [0]
 
-    # The newcomer has never seen the process that leaves alive, and sees the process as the owner of partition 0 only.
+    # The new process has never seen the leaving process alive, and sees it only as the owner of partition 0.
     await Look(server_url).fetch("UPDATE eventlog.instances SET last_seen_date = '2026-01-01'")
     await fleet.die("b")
     await fleet.join("c")
@@ -171,7 +171,7 @@ async def test_a_process_that_leaves_slowly_with_partition_0_keeps_nobody_from_t
     assert fleet.owned("a") == [0]
 
 
-async def test_moves_under_load_lose_and_repeat_nothing(fleet: Fleet) -> None:
+async def test_moving_partitions_under_load_loses_and_repeats_nothing(fleet: Fleet) -> None:
     fleet.calls.sleep = 0.005
     outbox = await fleet.join("a")
     posted = 0
@@ -186,14 +186,14 @@ async def test_moves_under_load_lose_and_repeat_nothing(fleet: Fleet) -> None:
     assert outbox is not None
 
 
-async def test_the_partitions_of_a_dead_process_are_owned_again_at_once(fleet: Fleet, server_url: str) -> None:
+async def test_partitions_of_a_dead_process_are_owned_again_at_once(fleet: Fleet, server_url: str) -> None:
     for process in ("a", "b"):
         await fleet.join(process)
     await fleet.until_shares_are(4, 4)
     dead = owner_of(fleet.members["b"])
     await eventually(lambda: dead in fleet.seen_owners("a"))
     await fleet.die("b")
-    await fleet.until_shares_are(8, within=1.8 * HEARTBEAT)  # a process that says nothing is dead later
+    await fleet.until_shares_are(8, within=1.8 * HEARTBEAT)  # an unresponsive process counts as dead later
 
     rows = Look(server_url)
     await eventually(lambda: _is_forgotten(rows, dead))
@@ -204,30 +204,30 @@ async def _is_forgotten(rows: Look, owner: str) -> bool:
 
 
 @pytest.mark.above_statements
-async def test_a_sick_process_gives_its_partitions_away_and_says_so_once(
+async def test_an_unhealthy_process_releases_its_partitions_and_reports_once(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for process in ("a", "b"):
         await fleet.join(process)
     await fleet.until_shares_are(4, 4)
-    sick = run_of(fleet.members["a"])
-    monkeypatch.setattr(type(sick), "is_sick", lambda run, now: run is sick)
+    unhealthy = run_of(fleet.members["a"])
+    monkeypatch.setattr(type(unhealthy), "is_stalled", lambda run, now: run is unhealthy)
 
     await eventually(lambda: (fleet.owned("a"), len(fleet.owned("b"))) == ([], 8))
     views = set[float]()
 
     def several_views_later() -> bool:
-        views.add(sick.loops.share.began)
+        views.add(unhealthy.loops.share.began)
         return len(views) > 3
 
-    await eventually(several_views_later)  # and the process is as sick as before
-    told = [record for record in caplog.records if "gives its partitions to other processes" in record.message]
-    assert len(told) == 1
+    await eventually(several_views_later)  # and the process is as unhealthy as before
+    logged = [record for record in caplog.records if "releasing the partitions of this process" in record.message]
+    assert len(logged) == 1
     assert (fleet.owned("a"), len(fleet.owned("b"))) == ([], 8)
 
 
 @pytest.mark.above_statements
-async def test_an_operator_changes_the_number_of_partitions_while_the_handler_runs(fleet: Fleet) -> None:
+async def test_an_operator_changes_the_partition_count_while_running(fleet: Fleet) -> None:
     for process in ("a", "b"):
         await fleet.join(process)
     await fleet.until_shares_are(4, 4)
@@ -239,7 +239,7 @@ async def test_an_operator_changes_the_number_of_partitions_while_the_handler_ru
 
 
 @pytest.mark.above_statements
-async def test_a_drain_takes_what_is_free_and_is_no_member(fleet: Fleet, server_url: str) -> None:
+async def test_a_drain_takes_free_partitions_without_joining(fleet: Fleet, server_url: str) -> None:
     await fleet.join("a")
     await fleet.until_shares_are(8)
     async with opened(Outbox(server_url, namespace="app")) as outbox:
@@ -251,7 +251,7 @@ async def test_a_drain_takes_what_is_free_and_is_no_member(fleet: Fleet, server_
 
 
 @pytest.mark.above_statements
-async def test_all_handlers_are_spread_by_choice(server_url: str) -> None:
+async def test_balance_all_spreads_all_handlers(server_url: str) -> None:
     settings = Settings(purge_enabled=False, balance="all")
     async with AsyncExitStack() as stack:
         outboxes: list[Outbox] = []

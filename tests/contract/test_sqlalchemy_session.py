@@ -1,4 +1,4 @@
-"""``Outbox(engine)`` and ``tx.session``: the objects of SQLAlchemy and the events are one transaction."""
+"""``Outbox(engine)`` and ``tx.session``: SQLAlchemy objects and events are committed in one transaction."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ async def balance(engine: AsyncEngine) -> int:
         return (await session.get_one(Account, 1)).balance
 
 
-async def comes_to_rest(engine: AsyncEngine) -> None:
+async def becomes_idle(engine: AsyncEngine) -> None:
     """Wait until no connection of the engine is in use. A task sends wake-ups after an action has returned."""
     pool: Any = engine.pool
     await eventually(lambda: pool.checkedout() == 0)
@@ -128,7 +128,7 @@ async def test_objects_and_events_are_one_transaction(outbox: Outbox, engine: As
     (row,) = await look.events()
     assert (row["model_id"], row["model_type"], row["action_name"]) == ("1", "Account", "Pay")
     assert await balance(engine) == 7
-    await comes_to_rest(engine)
+    await becomes_idle(engine)
 
 
 async def test_an_action_may_end_with_open_savepoints(outbox: Outbox, look: Look) -> None:
@@ -141,7 +141,7 @@ async def test_an_action_may_end_with_open_savepoints(outbox: Outbox, look: Look
     assert len(await look.events()) == 1
 
 
-async def test_an_action_that_fails_leaves_neither(outbox: Outbox, engine: AsyncEngine, look: Look) -> None:
+async def test_a_failed_action_leaves_neither(outbox: Outbox, engine: AsyncEngine, look: Look) -> None:
     async def fail(tx: Transaction) -> None:
         await Pay(7).perform(tx)
         await tx.session.flush()
@@ -150,10 +150,10 @@ async def test_an_action_that_fails_leaves_neither(outbox: Outbox, engine: Async
     with pytest.raises(ValueError, match="no"):
         await outbox.executor.execute(doing(fail))
     assert (await look.events(), await balance(engine)) == ([], 0)
-    await comes_to_rest(engine)
+    await becomes_idle(engine)
 
 
-async def test_sql_and_the_session_see_each_other_in_any_order(outbox: Outbox, engine: AsyncEngine) -> None:
+async def test_sql_and_the_session_see_each_others_changes_in_any_order(outbox: Outbox, engine: AsyncEngine) -> None:
     async def mix(tx: Transaction) -> tuple[Any, ...]:
         await tx.execute("UPDATE accounts SET balance = 5 WHERE id = 1")
         account = await tx.session.get_one(Account, 1)
@@ -165,7 +165,7 @@ async def test_sql_and_the_session_see_each_other_in_any_order(outbox: Outbox, e
     assert await balance(engine) == 6
 
 
-async def test_the_session_is_written_before_the_events_and_the_events_before_its_commit(
+async def test_the_session_is_flushed_before_events_and_its_commit(
     outbox: Outbox, engine: AsyncEngine, look: Look
 ) -> None:
     order: list[str] = []
@@ -182,9 +182,9 @@ async def test_the_session_is_written_before_the_events_and_the_events_before_it
     assert len(await look.events()) == 1
 
 
-@pytest.mark.parametrize("explicit", [True, False], ids=["at a flush of its own", "at the end"])
+@pytest.mark.parametrize("explicit", [True, False], ids=["at its own flush", "at the end"])
 @needs_many_writers
-async def test_a_version_conflict_is_a_stale_record_and_is_retried_with_a_new_session(
+async def test_a_version_conflict_is_retried_with_a_new_session(
     outbox: Outbox, engine: AsyncEngine, look: Look, explicit: bool
 ) -> None:
     sessions: list[AsyncSession] = []
@@ -203,10 +203,12 @@ async def test_a_version_conflict_is_a_stale_record_and_is_retried_with_a_new_se
     assert len(sessions) == 2
     assert sessions[0] is not sessions[1]
     assert (await balance(engine), len(await look.events())) == (101, 1)
-    await comes_to_rest(engine)
+    await becomes_idle(engine)
 
 
-async def test_a_conflict_at_every_try_ends_as_a_stale_record(outbox: Outbox, engine: AsyncEngine, look: Look) -> None:
+async def test_a_conflict_in_every_attempt_ends_as_a_stale_record(
+    outbox: Outbox, engine: AsyncEngine, look: Look
+) -> None:
     async def pay(tx: Transaction) -> None:
         account = await tx.session.get_one(Account, 1)
         await tx.execute("UPDATE accounts SET version = version + 1")  # as if by another transaction
@@ -241,7 +243,7 @@ async def test_a_session_refuses_to_end_the_transaction(
     assert (await balance(engine), len(await look.events())) == (3, 1)
 
 
-async def test_a_connection_that_was_committed_by_hand_is_noticed(outbox: Outbox, look: Look) -> None:
+async def test_a_connection_committed_by_hand_is_detected(outbox: Outbox, look: Look) -> None:
     async def end(tx: Transaction) -> None:
         await tx.session.get_one(Account, 1)
         await (await tx.session.connection()).commit()
@@ -252,9 +254,7 @@ async def test_a_connection_that_was_committed_by_hand_is_noticed(outbox: Outbox
     assert await look.events() == []
 
 
-async def test_a_savepoint_that_is_rolled_back_takes_its_rows_only(
-    outbox: Outbox, engine: AsyncEngine, look: Look
-) -> None:
+async def test_a_rolled_back_savepoint_takes_only_its_own_rows(outbox: Outbox, engine: AsyncEngine, look: Look) -> None:
     async def try_twice(tx: Transaction) -> None:
         (await tx.session.get_one(Account, 1)).balance = 3
         with pytest.raises(IntegrityError):
@@ -270,9 +270,7 @@ async def test_a_savepoint_that_is_rolled_back_takes_its_rows_only(
     assert len(await look.events()) == 1
 
 
-async def test_events_of_objects_and_of_the_action_are_written_in_order_and_savepoints_take_theirs_along(
-    outbox: Outbox, look: Look
-) -> None:
+async def test_raised_and_emitted_events_keep_order_and_follow_savepoints(outbox: Outbox, look: Look) -> None:
     async def raise_some(tx: Transaction) -> None:
         account = await tx.session.get_one(Account, 1)
         tx.emit(Paid(1))
@@ -288,7 +286,7 @@ async def test_events_of_objects_and_of_the_action_are_written_in_order_and_save
     assert ["1" in row["payload"] or "4" in row["payload"] for row in await look.events()] == [True, True]
 
 
-async def test_events_of_an_action_that_joins_are_its_own(outbox: Outbox, look: Look) -> None:
+async def test_a_joining_action_has_its_own_events(outbox: Outbox, look: Look) -> None:
     class Joins(Action):
         async def perform(self, tx: Transaction) -> None:
             (await tx.session.get_one(Account, 1)).raise_event(Paid(5))
@@ -306,9 +304,7 @@ async def test_events_of_an_action_that_joins_are_its_own(outbox: Outbox, look: 
     assert names == {"1": "Pay", "5": "Joins", "6": "books"}
 
 
-async def test_a_failed_flush_that_the_action_swallows_commits_nothing(
-    outbox: Outbox, engine: AsyncEngine, look: Look
-) -> None:
+async def test_a_swallowed_flush_failure_commits_nothing(outbox: Outbox, engine: AsyncEngine, look: Look) -> None:
     async def swallow(tx: Transaction) -> None:
         await tx.execute("UPDATE accounts SET balance = 9 WHERE id = 1")
         tx.session.add(Account(id=1, balance=0))
@@ -319,10 +315,10 @@ async def test_a_failed_flush_that_the_action_swallows_commits_nothing(
     with pytest.raises(Exception, match=r"rolled back|ends the transaction"):
         await outbox.executor.execute(doing(swallow))
     assert (await balance(engine), await look.events()) == (0, [])
-    await comes_to_rest(engine)
+    await becomes_idle(engine)
 
 
-async def test_the_session_is_made_by_the_applications_sessionmaker(engine: AsyncEngine, look: Look) -> None:
+async def test_the_session_is_made_by_the_users_sessionmaker(engine: AsyncEngine, look: Look) -> None:
     class OwnSession(AsyncSession):
         pass
 
@@ -339,7 +335,7 @@ async def test_the_session_is_made_by_the_applications_sessionmaker(engine: Asyn
         _ = tx.session
 
 
-async def test_classes_bound_to_the_engine_join_the_transaction_of_the_action(
+async def test_classes_bound_to_the_engine_join_the_actions_transaction(
     outbox: Outbox, engine: AsyncEngine, look: Look
 ) -> None:
     async def fail(tx: Transaction) -> None:
@@ -357,7 +353,7 @@ async def test_classes_bound_to_the_engine_join_the_transaction_of_the_action(
 
 
 async def test_statements_after_begin_nested_are_inside_the_savepoint(outbox: Outbox, look: Look) -> None:
-    """SQLAlchemy itself sends SAVEPOINT before its own next statement."""
+    """SQLAlchemy itself sends SAVEPOINT before its next statement."""
     async with outbox.transaction("Pay") as tx:
         savepoint = await tx.session.begin_nested()
         await tx.execute("UPDATE accounts SET balance = 7 WHERE id = 1")
@@ -368,8 +364,8 @@ async def test_statements_after_begin_nested_are_inside_the_savepoint(outbox: Ou
     assert ["1" in row["payload"] for row in await look.events()] == [True]
 
 
-async def test_a_listener_of_the_commit_cannot_add_events(outbox: Outbox, engine: AsyncEngine, look: Look) -> None:
-    """Raised events too: the events of the action are written by then."""
+async def test_a_commit_listener_cannot_add_events(outbox: Outbox, engine: AsyncEngine, look: Look) -> None:
+    """Raised events too: the events of the action are already written."""
     async with AsyncSession(engine) as session:
         account = await session.get_one(Account, 1)
 
@@ -383,11 +379,11 @@ async def test_a_listener_of_the_commit_cannot_add_events(outbox: Outbox, engine
     assert await look.events() == []
 
 
-async def test_an_object_without_a_key_and_an_object_that_is_not_mapped_are_refused(outbox: Outbox, look: Look) -> None:
+async def test_objects_without_a_key_or_a_mapping_are_refused(outbox: Outbox, look: Look) -> None:
     async with outbox.transaction("Refused") as tx:
         with pytest.raises(InvalidEvent, match=r"no primary key yet: await tx\.session\.flush\(\)"):
             tx.emit(Paid(1), model=Account(balance=0))
-        with pytest.raises(InvalidEvent, match="SQLAlchemy has mapped"):
+        with pytest.raises(InvalidEvent, match="mapped by SQLAlchemy"):
             tx.emit(Paid(1), model=object())
     assert [row["event_type"] for row in await look.events()] == [None]
 
@@ -413,10 +409,10 @@ async def test_a_transactional_handler_and_its_hook_have_a_session(
     assert (drained.succeeded, drained.dead) == (2, 1)
     assert await balance(engine) == 3 + 10 - 1
     assert [row["model_id"] for row in await look.events()] == ["1", "1", "1"]
-    await comes_to_rest(engine)
+    await becomes_idle(engine)
 
 
-async def test_a_handler_whose_session_fails_at_the_end_is_run_again(outbox: Outbox, engine: AsyncEngine) -> None:
+async def test_a_handler_whose_session_fails_at_the_end_is_retried(outbox: Outbox, engine: AsyncEngine) -> None:
     calls = 0
 
     @outbox.handler(Paid, name="books", delivery="transactional", retry=RetryPolicy(max_attempts=2, base="10ms"))
@@ -428,36 +424,36 @@ async def test_a_handler_whose_session_fails_at_the_end_is_run_again(outbox: Out
     await outbox.executor.execute(Pay(1))
     async with outbox.running():
         await eventually(lambda: calls == 2)
-        await comes_to_rest(engine)
+        await becomes_idle(engine)
 
 
-async def test_a_cancelled_action_gives_a_clean_connection_back(database_url: str, look: Look) -> None:
+async def test_a_cancelled_action_returns_a_clean_connection(database_url: str, look: Look) -> None:
     pooled: Any = {"pool_size": 1, "max_overflow": 0}
     engine = create_async_engine(engine_url(database_url), **pooled)
     async with outbox_of(engine) as outbox:
         for waits_in in ("the action", "a statement"):
-            begun = asyncio.Event()
+            started = asyncio.Event()
 
-            async def wait(tx: Transaction, begun: asyncio.Event = begun, waits_in: str = waits_in) -> None:
+            async def wait(tx: Transaction, started: asyncio.Event = started, waits_in: str = waits_in) -> None:
                 await Pay(1).perform(tx)
                 await tx.session.flush()
-                begun.set()
+                started.set()
                 while waits_in == "a statement":
                     await tx.session.execute(text("SELECT 1"))
                 await asyncio.Event().wait()
 
             task = asyncio.create_task(outbox.executor.execute(doing(wait)))
-            await begun.wait()
+            await started.wait()
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-            await comes_to_rest(engine)
+            await becomes_idle(engine)
         assert await outbox.executor.execute(Pay(1)) == 1
     assert (await balance(engine), len(await look.events())) == (1, 1)
     await engine.dispose()
 
 
-async def test_running_takes_no_connection_of_the_applications_pool(server_url: str) -> None:
+async def test_running_takes_no_connection_of_the_users_pool(server_url: str) -> None:
     engine = create_async_engine(engine_url(server_url), pool_size=1, max_overflow=0)
     async with outbox_of(engine, settings=Settings(pool_timeout="50ms")) as outbox:
         done = asyncio.Event()
@@ -472,25 +468,25 @@ async def test_running_takes_no_connection_of_the_applications_pool(server_url: 
                 await done.wait()
                 with pytest.raises(PoolExhausted, match=r"the pool of the engine .*1 of at most 1"):
                     await outbox.executor.execute(Pay(1))
-        await comes_to_rest(engine)
-    assert await balance(engine) == 1, "the engine is the application's, and goes on"
+        await becomes_idle(engine)
+    assert await balance(engine) == 1, "the engine is the application's, and stays open"
     await engine.dispose()
 
 
 async def test_actions_with_conflicts_and_cancellations_lose_nothing(
     outbox: Outbox, engine: AsyncEngine, look: Look
 ) -> None:
-    """Balance and events agree: no action is lost or doubled. Cancelled actions leak no connection."""
+    """Balance and events agree: no action is lost or duplicated. Cancelled actions leak no connection."""
     chance = random.Random(25)
     often = Retry(on=StaleRecord, attempts=15, delay="1ms")
     async with AsyncSession(engine) as session, session.begin():
         session.add_all([Account(id=number, balance=0) for number in range(2, 6)])
     amounts = iter(range(1, ACTIONS + 1))
-    begun, paid, cancelled = list[int](), list[int](), list[int]()
+    started, paid, cancelled = list[int](), list[int](), list[int]()
 
     class NotedPay(Pay):
         async def perform(self, tx: Transaction) -> int:
-            begun.append(self.amount)
+            started.append(self.amount)
             task = asyncio.current_task()
             if task is not None and chance.random() < 0.1:
                 asyncio.get_running_loop().call_later(chance.uniform(0, 0.002), task.cancel)
@@ -517,28 +513,28 @@ async def test_actions_with_conflicts_and_cancellations_lose_nothing(
     assert set(amounts_of_rows) >= set(paid)
     async with AsyncSession(engine) as session:
         assert sum(account.balance for account in await session.scalars(select(Account))) == sum(amounts_of_rows)
-    await comes_to_rest(engine)
-    assert set(begun) & set(cancelled), "no action was cancelled in the middle"
+    await becomes_idle(engine)
+    assert set(started) & set(cancelled), "no action was cancelled in the middle"
     if not look.is_file:  # the actions on a file take turns
-        assert len(begun) > len(set(begun)), "no conflict has let an action run again"
+        assert len(started) > len(set(started)), "no conflict caused an action to be retried"
 
 
 async def test_a_url_may_be_that_of_an_engine(database_url: str, look: Look) -> None:
     async with Outbox(engine_url(database_url), namespace="app") as outbox:
         await outbox.migrate()
         async with outbox.transaction("Plain") as tx:
-            with pytest.raises(ConfigurationError, match=r"was not given as an engine.*Outbox\(create_async_engine"):
+            with pytest.raises(ConfigurationError, match=r"has no SQLAlchemy engine.*Outbox\(create_async_engine"):
                 _ = tx.session
             tx.emit(Paid(1))
     assert len(await look.events()) == 1
 
 
-async def test_a_begin_that_the_engine_has_an_event_for_is_the_transactions(sqlite_url: str) -> None:
+async def test_a_begin_event_of_the_engine_starts_the_transaction(sqlite_url: str) -> None:
     """The recipe of SQLAlchemy's documentation for SQLite."""
     engine = create_async_engine(engine_url(sqlite_url))
 
     @event.listens_for(engine.sync_engine, "connect")
-    def leave_alone(connection: Any, record: Any) -> None:
+    def disable_driver_begin(connection: Any, record: Any) -> None:
         connection.isolation_level = None
 
     @event.listens_for(engine.sync_engine, "begin")
@@ -551,7 +547,7 @@ async def test_a_begin_that_the_engine_has_an_event_for_is_the_transactions(sqli
     await engine.dispose()
 
 
-async def test_an_engine_that_commits_by_itself_is_refused(postgres_url: str) -> None:
+async def test_an_engine_in_autocommit_is_refused(postgres_url: str) -> None:
     engine = create_async_engine(engine_url(postgres_url), isolation_level="AUTOCOMMIT")
     async with Outbox(engine, namespace="app") as outbox:
         with pytest.raises(ConfigurationError, match="AUTOCOMMIT"):
@@ -560,7 +556,7 @@ async def test_an_engine_that_commits_by_itself_is_refused(postgres_url: str) ->
     await engine.dispose()
 
 
-async def test_loops_may_have_a_url_of_their_own(server_url: str, look: Look) -> None:
+async def test_loops_may_have_their_own_url(server_url: str, look: Look) -> None:
     engine = create_async_engine(engine_url(server_url))
     async with Outbox(Shard(engine, direct_url=server_url), namespace="app") as outbox:
         await outbox.migrate()
@@ -571,12 +567,12 @@ async def test_loops_may_have_a_url_of_their_own(server_url: str, look: Look) ->
 
 
 WRONG: dict[str, Callable[[], Any]] = {
-    "in memory": lambda: create_async_engine("sqlite+aiosqlite://"),
+    "in-memory": lambda: create_async_engine("sqlite+aiosqlite://"),
     "without a default engine": lambda: async_sessionmaker(),
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_cannot_be_a_database_is_refused(name: str) -> None:
+def test_an_invalid_database_value_is_refused(name: str) -> None:
     with pytest.raises(ConfigurationError, match=name):
         Outbox(WRONG[name](), namespace="app")

@@ -1,4 +1,4 @@
-"""The parts that only SQLite has: threads and turns, query plans, lock files, placeholders.
+"""Features of SQLite only: threads and turns, query plans, lock files, placeholders.
 
 The tests of all dialects run on SQLite, too.
 """
@@ -82,7 +82,7 @@ async def in_file(tmp_path: Path) -> AsyncIterator[SqliteDatabase]:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """Where ``in_file`` is."""
+    """The path of ``in_file``."""
     return tmp_path / "app.db"
 
 
@@ -110,46 +110,46 @@ async def transaction(database: SqliteDatabase) -> AsyncIterator[SqliteSession]:
         yield session
 
 
-def watched_looks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The looks at whether the file is free: the list grows with each look."""
-    looks: list[str] = []
+def watched_checks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Count the checks of whether the file is free: the list grows with each check."""
+    checks: list[str] = []
 
     def look(connection: sqlite3.Connection, sql: str, parameters: Any) -> Any:
-        looks.append(sql)
+        checks.append(sql)
         return fetch_value(connection, sql, parameters)
 
     monkeypatch.setattr("outboxio.storage.sqlite.connection.fetch_value", look)
-    return looks
+    return checks
 
 
 @pytest.mark.real_time("measures how long a writer waits for the file")
-async def test_a_writer_waits_for_the_busy_timeout_and_tries_often(
+async def test_a_writer_waits_for_the_busy_timeout_and_retries_often(
     in_file: SqliteDatabase, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SQLite alone would try ten times a second, and processes that try more often would always be first."""
-    looks = watched_looks(monkeypatch)
+    """SQLite alone would retry ten times a second, and processes that retry more often would always be first."""
+    checks = watched_checks(monkeypatch)
     monkeypatch.setattr("outboxio.storage.sqlite.connection.BUSY_TIMEOUT", 0.5)
     with closing(sqlite3.connect(path, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
-        begun = time.monotonic()
+        started = time.monotonic()
         with pytest.raises(sqlite3.OperationalError, match="locked"):
             await emit(in_file, event())
-        assert time.monotonic() - begun >= 0.5
-    assert len(looks) >= 20  # some hundreds on an idle machine
+        assert time.monotonic() - started >= 0.5
+    assert len(checks) >= 20  # some hundreds on an idle machine
     await emit(in_file, event())
 
 
 @pytest.mark.real_time("measures how long a writer waits for the file")
-async def test_an_application_may_choose_its_own_patience(in_file: SqliteDatabase, path: Path) -> None:
+async def test_an_application_may_set_its_own_busy_timeout(in_file: SqliteDatabase, path: Path) -> None:
     async with transaction(in_file) as session:
         await session.execute("PRAGMA busy_timeout = 0", ())
         await session.commit()
     with closing(sqlite3.connect(path, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
-        begun = time.monotonic()
+        started = time.monotonic()
         with pytest.raises(sqlite3.OperationalError, match="locked"):
             await emit(in_file, event())
-        assert time.monotonic() - begun < BUSY_TIMEOUT
+        assert time.monotonic() - started < BUSY_TIMEOUT
 
 
 def action() -> ActionRecord:
@@ -185,7 +185,7 @@ async def one_due(database: SqliteDatabase) -> tuple[Notification, Lease]:
     (notification,) = await database.notifications.find_due("ns", NOW, [DueQuery("greet", 10)])
     lock = database.cluster_lock("me", "channel", 5)
     acquired = await lock.acquire([DISPATCH])
-    await lock.close()  # the term stays until the next holder's
+    await lock.close()  # the term stays until the next holder raises it
     return notification, Lease(DISPATCH.lease, "greet", acquired[DISPATCH].term)
 
 
@@ -196,7 +196,7 @@ def names_of(kind: str, connection: sqlite3.Connection) -> set[str]:
 # --- the tables ----------------------------------------------------------------------------------
 
 
-def test_the_files_run_as_they_are(path: Path) -> None:
+def test_the_files_run_unchanged(path: Path) -> None:
     with closing(sqlite3.connect(path)) as connection:
         for file in sql_files("sqlite"):
             connection.executescript(file.text)
@@ -205,7 +205,7 @@ def test_the_files_run_as_they_are(path: Path) -> None:
         ]
 
 
-async def test_files_that_a_dba_ran_need_no_migration(path: Path) -> None:
+async def test_files_run_by_a_dba_need_no_migration(path: Path) -> None:
     with closing(sqlite3.connect(path)) as connection:
         for file in sql_files("sqlite"):
             connection.executescript(file.text)
@@ -214,7 +214,7 @@ async def test_files_that_a_dba_ran_need_no_migration(path: Path) -> None:
         assert await database.schema.migrate() == []
 
 
-async def test_columns_are_those_of_postgresql_in_order_and_nullability(in_file: SqliteDatabase, path: Path) -> None:
+async def test_columns_match_postgresql_in_order_and_nullability(in_file: SqliteDatabase, path: Path) -> None:
     with closing(sqlite3.connect(path)) as connection:
         for table, columns in postgres_tables():
             found = connection.execute('SELECT name, "notnull" FROM pragma_table_info(?)', (f"eventlog_{table}",))
@@ -222,9 +222,9 @@ async def test_columns_are_those_of_postgresql_in_order_and_nullability(in_file:
 
 
 def postgres_tables() -> Iterator[tuple[str, list[tuple[str, bool]]]]:
-    """Each table of PostgreSQL's files: the columns, and whether each column is NOT NULL.
+    """Each table of PostgreSQL's files: its columns, and whether each is NOT NULL.
 
-    Without the tables and columns for handlers that processes share.
+    Without the tables and columns for shared handlers.
     """
     text = "".join(file.text for file in sql_files("postgres"))
     added = re.findall(r"^ALTER TABLE eventlog\.(\w+) ADD COLUMN (?:IF NOT EXISTS )?(\w+) (.*);$", text, re.MULTILINE)
@@ -290,7 +290,7 @@ async def test_complete_tables_of_another_tool_are_adopted(path: Path) -> None:
         ),
     ],
 )
-async def test_incomplete_tables_are_refused_and_named(path: Path, change: str, missing: str) -> None:
+async def test_incomplete_tables_are_refused_with_the_missing_part(path: Path, change: str, missing: str) -> None:
     async with migrated(path) as database:
         with closing(sqlite3.connect(path)) as connection:
             connection.executescript(change)
@@ -359,18 +359,18 @@ PLANS = {
     "settle": (notifications.SETTLE, BY_ID),
     "settle with details": (notifications.SETTLE_WITH_DETAILS, BY_ID),
     "expired": (on_sqlite(stored_notifications.FIND_EXPIRED), f"{DUE})"),
-    "expired in line": (on_sqlite(stored_notifications.FIND_EXPIRED), f"{LINE})"),
+    "expired, by key queue": (on_sqlite(stored_notifications.FIND_EXPIRED), f"{LINE})"),
     "expire": (on_sqlite(stored_notifications.EXPIRE), BY_ID),
     "unfinished names": (
         on_sqlite(stored_notifications.UNFINISHED_NAMES),
         "eventlog_event_notifications_due (namespace=? AND handler_name>?)",
     ),
-    "names in line": (
+    "unfinished names, by key queue": (
         on_sqlite(stored_notifications.UNFINISHED_NAMES),
         "eventlog_event_notifications_line (namespace=? AND handler_name>?)",
     ),
     "counted": (on_sqlite(stored_notifications.COUNT_UNFINISHED), f"{DUE})"),
-    "counted in line": (on_sqlite(stored_notifications.COUNT_UNFINISHED), f"{LINE})"),
+    "counted, by key queue": (on_sqlite(stored_notifications.COUNT_UNFINISHED), f"{LINE})"),
     "the oldest": (on_sqlite(stored_notifications.OLDEST_UNFINISHED), f"{DUE})"),
     "heads": (ordering.FIND_HEADS, f"{LINE} AND ordering_key=?)"),
     "heads that park": (ordering.FIND_HEADS, f"{PARKED} AND ordering_key=?)"),
@@ -389,10 +389,10 @@ PLANS = {
     "claim": (CLAIM, BY_ID),
     "finish": (FINISH, BY_ID),
     "owe": (INSERT_NOTIFICATIONS, EVENT_BY_ID),
-    "owed events delivered": (MARK_DELIVERED, EVENT_BY_ID),
+    "event delivered with its notifications": (MARK_DELIVERED, EVENT_BY_ID),
     "a batch of notifications to remove": (on_sqlite(retention.FIND_NOTIFICATIONS), BEHIND_ID),
     "notifications removed": (on_sqlite(retention.REMOVE_NOTIFICATIONS), BY_ID),
-    "what waits behind removed ones": (on_sqlite(retention.PARKING), f"{LINE} AND ordering_key=?)"),
+    "rows that wait behind removed ones": (on_sqlite(retention.PARKING), f"{LINE} AND ordering_key=?)"),
     "a batch of events to remove": (on_sqlite(retention.FIND_EVENTS), EVENT_BEHIND_ID),
     "events removed": (on_sqlite(retention.REMOVE_EVENTS), EVENT_BY_ID),
     "unfinished rows of removed events": (on_sqlite(retention.FIND_EVENTS), BY_EVENT),
@@ -402,7 +402,7 @@ PLANS = {
     ),
     "parking": (on_sqlite(stored_notifications.FIND_PARKING), f"{PARKED} AND ordering_key=?)"),
     "resume": (on_sqlite(stored_notifications.RESUME), BY_ID),
-    "a piece to replay": (on_sqlite(stored_notifications.LOOK_BACK), BEHIND_ID),
+    "a chunk to replay": (on_sqlite(stored_notifications.LOOK_BACK), BEHIND_ID),
     "whether a row is due": (on_sqlite(stored_notifications.ANY_DUE), f"{DUE} AND next_retry_at<?)"),
     "replay": (on_sqlite(stored_notifications.REPLAY), BY_ID),
     "retry": (on_sqlite(stored_notifications.RETRY), BY_ID),
@@ -429,7 +429,7 @@ def test_no_poll_scans_or_sorts_the_backlog(planned: sqlite3.Connection, what: s
     sql, expected = PLANS[what]
     parameters = dict.fromkeys(re.findall(r":(\w+)", sql), "[]")
     plan = [row[3] for row in planned.execute(f"EXPLAIN QUERY PLAN {sql}", parameters)]
-    # Newer versions say COVERING if the index has all columns, and EXISTS if a single row is enough.
+    # Newer versions print COVERING if the index has all columns, and EXISTS if a single row is enough.
     plan = [step.replace("COVERING ", "").replace(" EXISTS", "") for step in plan]
     assert any(expected in step for step in plan), plan
     scans = [s for s in plan if re.match(r"SCAN (e|n|p|b|x|eventlog_events|eventlog_event_notifications)$", s)]
@@ -453,7 +453,7 @@ async def test_a_file_that_cannot_be_a_database_is_unavailable(tmp_path: Path, k
     if kind == "missing directory":
         path = tmp_path / "missing" / "app.db"
     elif kind == "no database":
-        path.write_text("no database at all, but long enough to be looked at as one\n" * 100)
+        path.write_text("not a database, but long enough to be read as one\n" * 100)
     else:
         path.mkdir()
     async with opened(path) as database:
@@ -462,7 +462,7 @@ async def test_a_file_that_cannot_be_a_database_is_unavailable(tmp_path: Path, k
         assert isinstance(unavailable.value.__cause__, sqlite3.Error)
 
 
-async def test_a_database_that_was_unavailable_is_tried_again(tmp_path: Path) -> None:
+async def test_a_database_that_was_unavailable_is_retried(tmp_path: Path) -> None:
     path = tmp_path / "later" / "app.db"
     async with opened(path) as database:
         with pytest.raises(DatabaseUnavailable, match="directory does not exist"):
@@ -478,7 +478,7 @@ def test_an_sqlite_that_is_too_old_is_refused_by_its_version(monkeypatch: pytest
         SqliteDatabase("main", None)
 
 
-async def test_closing_twice_is_closing_once_and_a_file_can_be_used_again(in_file: SqliteDatabase) -> None:
+async def test_close_is_idempotent_and_a_file_can_be_reopened(in_file: SqliteDatabase) -> None:
     await emit(in_file, event())
     await in_file.close()
     await in_file.close()
@@ -488,17 +488,17 @@ async def test_closing_twice_is_closing_once_and_a_file_can_be_used_again(in_fil
 def test_a_database_outlives_the_event_loop_that_used_it_first() -> None:
     database = SqliteDatabase("main", None)
 
-    async def crowd() -> int:
-        """Many at once, so that some tasks wait for a turn."""
+    async def run_many() -> int:
+        """Run many tasks at once, so that some wait for their turn."""
         await asyncio.gather(*(emit(database, event()) for _ in range(5)))
         return await database.stored_events.count_undelivered("ns")
 
     asyncio.run(database.schema.migrate())
-    assert [asyncio.run(crowd()), asyncio.run(crowd())] == [5, 10]
+    assert [asyncio.run(run_many()), asyncio.run(run_many())] == [5, 10]
     asyncio.run(database.close())
 
 
-def test_an_open_database_keeps_no_interpreter_from_exiting(path: Path) -> None:
+def test_an_open_database_does_not_prevent_interpreter_exit(path: Path) -> None:
     script = """
         import asyncio, logging, sys
         from outboxio.storage.sqlite.database import SqliteDatabase
@@ -510,7 +510,7 @@ def test_an_open_database_keeps_no_interpreter_from_exiting(path: Path) -> None:
     assert python(script, str(path)).communicate(timeout=30) == ("", "")
 
 
-async def test_a_reader_sees_committed_rows_and_never_waits(in_file: SqliteDatabase) -> None:
+async def test_a_reader_sees_committed_rows_without_waiting(in_file: SqliteDatabase) -> None:
     async with transaction(in_file) as session:
         await session.insert_events(action(), [event()])
         assert await asyncio.create_task(in_file.stored_events.count_undelivered("ns")) == 0
@@ -518,7 +518,7 @@ async def test_a_reader_sees_committed_rows_and_never_waits(in_file: SqliteDatab
         assert await in_file.stored_events.count_undelivered("ns") == 1
 
 
-async def test_in_memory_a_reader_waits_for_the_action_to_end() -> None:
+async def test_in_memory_a_reader_waits_for_the_action_to_finish() -> None:
     async with migrated(None) as database:
         async with transaction(database) as session:
             await session.insert_events(action(), [event()])
@@ -526,14 +526,14 @@ async def test_in_memory_a_reader_waits_for_the_action_to_end() -> None:
             await asyncio.sleep(0)
             await session.fetch("SELECT 1", ())
             assert not reader.done()
-        assert await reader == 0  # rolled back meanwhile
+        assert await reader == 0  # rolled back in between
 
 
-async def test_the_next_transaction_begins_behind_one_that_fails_at_its_end_and_is_not_taken_for_it(
+async def test_a_failing_commit_does_not_affect_the_next_transaction(
     database: SqliteDatabase,
 ) -> None:
     await _with_deferred_references(database)
-    turn_taken, at_work, given_back = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    turn_taken, at_work, returned = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     async def fails() -> None:
         async with transaction(database) as session:
@@ -546,14 +546,14 @@ async def test_the_next_transaction_begins_behind_one_that_fails_at_its_end_and_
             assert not session.in_transaction()
             await session.rollback()
             session.discard()
-        given_back.set()
+        returned.set()
 
     async def follows() -> None:
         await turn_taken.wait()
         async with transaction(database) as session:
             await session.insert_events(action(), [event()])
             at_work.set()
-            await given_back.wait()
+            await returned.wait()
             assert session.in_transaction()
             await session.commit()
 
@@ -576,7 +576,7 @@ async def _with_deferred_references(database: SqliteDatabase) -> None:
         session.connection.execute("PRAGMA foreign_keys = ON")
 
 
-async def test_the_driver_s_connection_comes_with_its_transaction_begun(database: SqliteDatabase) -> None:
+async def test_the_drivers_connection_is_in_an_open_transaction(database: SqliteDatabase) -> None:
     async with database.session() as session:
         await session.begin(soon=True)
         assert session.in_transaction()
@@ -585,7 +585,7 @@ async def test_the_driver_s_connection_comes_with_its_transaction_begun(database
         assert not session.connection.in_transaction
 
 
-async def test_a_transaction_in_which_nothing_was_done_asks_for_no_lock(in_file: SqliteDatabase, path: Path) -> None:
+async def test_an_empty_transaction_takes_no_lock(in_file: SqliteDatabase, path: Path) -> None:
     with closing(sqlite3.connect(path, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
         async with in_file.session() as session:
@@ -597,16 +597,16 @@ async def test_a_transaction_in_which_nothing_was_done_asks_for_no_lock(in_file:
         other.execute("ROLLBACK")
 
 
-async def test_a_task_that_would_wait_for_itself_is_told(database: SqliteDatabase) -> None:
+async def test_a_task_that_would_wait_for_itself_gets_an_error(database: SqliteDatabase) -> None:
     async with transaction(database):
-        with pytest.raises(TransactionError, match="it would wait for itself"):
+        with pytest.raises(TransactionError, match="a second transaction would deadlock"):
             await database.subscriptions.forget("ns", "greet")
-        with pytest.raises(TransactionError, match="it would wait for itself"):
+        with pytest.raises(TransactionError, match="a second transaction would deadlock"):
             async with database.session():
                 pass
 
 
-async def test_missing_tables_are_found_out_inside_a_transaction(tmp_path: Path) -> None:
+async def test_missing_tables_are_detected_inside_a_transaction(tmp_path: Path) -> None:
     for path in (None, tmp_path / "empty.db"):
         async with opened(path) as database, transaction(database) as session:
             with pytest.raises(sqlite3.OperationalError) as failure:
@@ -616,7 +616,7 @@ async def test_missing_tables_are_found_out_inside_a_transaction(tmp_path: Path)
                 await database.schema.check()
 
 
-async def test_an_idle_fan_out_does_not_ask_for_the_write_lock(in_file: SqliteDatabase, path: Path) -> None:
+async def test_an_idle_fan_out_does_not_take_the_write_lock(in_file: SqliteDatabase, path: Path) -> None:
     await subscribe(in_file, Subscription(handler_name="greet", event_type="Greeted"))
     await emit(in_file, event("Unwanted"))
     with writing_elsewhere(path):
@@ -624,13 +624,13 @@ async def test_an_idle_fan_out_does_not_ask_for_the_write_lock(in_file: SqliteDa
         assert await in_file.stored_notifications.expire("ns", ["greet"], NOW, NOW, 100) == 0
 
 
-async def test_a_writer_waits_for_one_in_another_process(
+async def test_a_writer_waits_for_another_process(
     in_file: SqliteDatabase, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    looks = watched_looks(monkeypatch)
+    checks = watched_checks(monkeypatch)
     with writing_elsewhere(path) as other:
         writer = asyncio.create_task(emit(in_file, event()))
-        await eventually(lambda: len(looks) >= 3)
+        await eventually(lambda: len(checks) >= 3)
         assert not writer.done()
         other.execute("COMMIT")
         await writer
@@ -646,7 +646,7 @@ async def test_a_database_that_stays_busy_is_a_transient_failure(path: Path, mon
         await emit(database, event())
 
 
-async def test_a_database_that_is_closed_leaves_no_timer(path: Path) -> None:
+async def test_a_closed_database_leaves_no_timer(path: Path) -> None:
     before = timers()
     async with migrated(path) as database:
         await asyncio.gather(emit(database, event()), emit(database, event()))
@@ -667,8 +667,8 @@ def writing_elsewhere(path: Path) -> Iterator[sqlite3.Connection]:
 SLOW = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 300000) SELECT max(i) FROM n"
 
 
-@pytest.mark.real_time("a statement must be under way in its thread")
-async def test_a_cancelled_statement_runs_to_its_end_and_the_rollback_comes_after_it(database: SqliteDatabase) -> None:
+@pytest.mark.real_time("a statement must be running in its thread")
+async def test_a_cancelled_statement_finishes_before_the_rollback(database: SqliteDatabase) -> None:
     async with transaction(database) as session:
         await session.insert_events(action(), [event()])
         statement = asyncio.create_task(session.fetch(SLOW, ()))
@@ -694,7 +694,7 @@ async def test_a_cancelled_begin_leaves_no_transaction_open(database: SqliteData
     assert await database.stored_events.count_undelivered("ns") == 4
 
 
-async def test_a_task_that_is_cancelled_while_it_waits_delays_no_task(database: SqliteDatabase) -> None:
+async def test_a_cancelled_waiting_task_delays_no_other(database: SqliteDatabase) -> None:
     async with transaction(database):
         waiting = [asyncio.create_task(emit(database, event())) for _ in range(3)]
         await asyncio.sleep(0)
@@ -704,7 +704,7 @@ async def test_a_task_that_is_cancelled_while_it_waits_delays_no_task(database: 
 
 
 @pytest.mark.parametrize("number", [1, 2, 4, 8, 16, 32])
-async def test_a_cancelled_write_of_ours_is_whole_or_not_there(database: SqliteDatabase, number: int) -> None:
+async def test_a_cancelled_internal_write_is_all_or_nothing(database: SqliteDatabase, number: int) -> None:
     await subscribe(database, Subscription(handler_name="greet", event_type="Greeted"))
     await emit(database, *(event() for _ in range(200)))
     round_ = asyncio.create_task(database.events.fan_out(FanoutRequest("ns", NOW, SINCE, {}, 1000)))
@@ -715,14 +715,14 @@ async def test_a_cancelled_write_of_ours_is_whole_or_not_there(database: SqliteD
     assert await database.stored_notifications.count_states("ns") == {"PENDING": 200}
 
 
-async def test_an_uncommitted_session_is_rolled_back_when_it_is_given_back(database: SqliteDatabase) -> None:
+async def test_an_uncommitted_session_is_rolled_back_on_return(database: SqliteDatabase) -> None:
     async with transaction(database) as session:
         await session.insert_events(action(), [event()])
     assert await database.stored_events.count_undelivered("ns") == 0
     await emit(database, event())
 
 
-async def test_a_connection_that_the_application_closed_is_replaced(in_file: SqliteDatabase) -> None:
+async def test_a_connection_closed_by_the_application_is_replaced(in_file: SqliteDatabase) -> None:
     async with transaction(in_file) as session:
         session.connection.close()
         with pytest.raises(sqlite3.ProgrammingError, match="closed"):
@@ -775,7 +775,7 @@ class Mood(StrEnum):
         (1.5, 1.5),
     ],
 )
-async def test_values_are_stored_as_sqlite_knows_them(database: SqliteDatabase, value: Any, stored: Any) -> None:
+async def test_values_are_stored_in_sqlites_types(database: SqliteDatabase, value: Any, stored: Any) -> None:
     async with transaction(database) as session:
         for sql in ("SELECT ?", "SELECT $1"):
             row = await session.fetchrow(sql, (value,))
@@ -818,7 +818,7 @@ async def test_arguments_that_do_not_fit_the_placeholders_are_refused(
             await session.fetch(sql, args)
 
 
-async def test_execute_counts_the_rows_it_touched(database: SqliteDatabase) -> None:
+async def test_execute_returns_the_row_count(database: SqliteDatabase) -> None:
     async with transaction(database) as session:
         assert await session.execute("CREATE TABLE pets (name TEXT, age INTEGER)", ()) == 0
         assert await session.execute("INSERT INTO pets VALUES ('a', 1), ('b', 2), ('c', 3)", ()) == 3
@@ -829,7 +829,7 @@ async def test_execute_counts_the_rows_it_touched(database: SqliteDatabase) -> N
         assert await session.execute("DELETE FROM pets WHERE name = 'nobody'", ()) == 0
 
 
-async def test_rows_have_names_and_numbers_and_do_not_hold_up_the_commit(database: SqliteDatabase) -> None:
+async def test_rows_have_names_and_indexes_and_do_not_delay_the_commit(database: SqliteDatabase) -> None:
     async with transaction(database) as session:
         await session.execute("CREATE TABLE pets (name TEXT, age INTEGER)", ())
         await session.execute("INSERT INTO pets VALUES ('a', 1), ('b', 2)", ())
@@ -842,14 +842,14 @@ async def test_rows_have_names_and_numbers_and_do_not_hold_up_the_commit(databas
         assert [tuple(row) for row in await session.fetch("SELECT * FROM pets", ())] == [("a", 2), ("b", 3)]
 
 
-async def test_a_row_factory_of_the_application_does_not_change_our_reads(database: SqliteDatabase) -> None:
+async def test_a_user_row_factory_does_not_change_internal_reads(database: SqliteDatabase) -> None:
     async with transaction(database) as session:
         session.connection.row_factory = lambda cursor, row: {"only": "names"}
     await emit(database, event())
     assert await database.stored_events.count_undelivered("ns") == 1
 
 
-async def test_the_session_knows_when_its_transaction_was_ended_behind_its_back(database: SqliteDatabase) -> None:
+async def test_the_session_detects_a_transaction_ended_elsewhere(database: SqliteDatabase) -> None:
     async with transaction(database) as session:
         assert session.in_transaction()
         sqlite3.Connection.executescript(session.connection, "SELECT 1")  # commits
@@ -906,7 +906,7 @@ async def test_all_events_of_an_action_are_written_or_none(in_file: SqliteDataba
     assert await in_file.stored_events.count_undelivered("ns") == 0
 
 
-async def test_events_beyond_the_number_of_variables_are_one_statement(database: SqliteDatabase) -> None:
+async def test_events_beyond_the_variable_limit_are_one_statement(database: SqliteDatabase) -> None:
     many = [event() for _ in range(20_000)]
     await emit(database, *many)
     async with transaction(database) as session:
@@ -914,12 +914,12 @@ async def test_events_beyond_the_number_of_variables_are_one_statement(database:
     assert [row["id"] for row in rows] == [str(record.id) for record in many]
 
 
-async def test_a_callers_transaction_is_not_ours_to_use(in_file: SqliteDatabase, path: Path) -> None:
+async def test_only_the_caller_uses_the_callers_transaction(in_file: SqliteDatabase, path: Path) -> None:
     with closing(sqlite3.connect(path)) as connection:
         session = in_file.wrap(connection)
         assert session is not None
         for use in (session.begin(), session.commit(), session.rollback(), session.execute("SELECT 1", ())):
-            with pytest.raises(TransactionError, match="the caller's"):
+            with pytest.raises(TransactionError, match="only the caller can use and end"):
                 await use
 
 
@@ -930,7 +930,7 @@ def test_a_connection_of_another_driver_is_not_wrapped() -> None:
 # --- events and notifications --------------------------------------------------------------------
 
 
-async def test_moments_are_stored_so_that_they_sort_as_text(database: SqliteDatabase) -> None:
+async def test_timestamps_are_stored_so_that_they_sort_as_text(database: SqliteDatabase) -> None:
     await one_due(database)
     async with transaction(database) as session:
         row = await session.fetchrow("SELECT next_retry_at, event_date FROM eventlog_event_notifications", ())
@@ -944,9 +944,7 @@ async def test_a_payload_reaches_the_handler_unchanged(database: SqliteDatabase)
     assert notification.next_retry_at == NOW
 
 
-async def test_rows_that_are_too_much_for_one_text_are_found_in_parts(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_rows_too_large_for_one_text_are_found_in_parts(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with migrated(path) as database:
         await subscribe(database, Subscription(handler_name="greet", event_type="Greeted"))
         await emit(database, *(event() for _ in range(8)))
@@ -964,7 +962,7 @@ async def test_rows_that_are_too_much_for_one_text_are_found_in_parts(
         assert [notification.sequence for notification in due] == [1, 2, 3, 4]
 
 
-async def test_the_ids_of_a_round_are_versioned_and_in_the_order_of_its_rows(database: SqliteDatabase) -> None:
+async def test_the_ids_of_a_round_are_versioned_and_ordered(database: SqliteDatabase) -> None:
     await subscribe(database, Subscription(handler_name="greet", event_type="Greeted"))
     await emit(database, *(event() for _ in range(50)))
     await database.events.fan_out(FanoutRequest("ns", NOW, SINCE, {}, 100))
@@ -977,7 +975,7 @@ async def test_the_ids_of_a_round_are_versioned_and_in_the_order_of_its_rows(dat
     }
 
 
-async def test_ids_differ_whatever_the_random_numbers(
+async def test_ids_are_unique_even_with_equal_random_numbers(
     database: SqliteDatabase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine, "random_bits", lambda: (1 << 64) - 1)
@@ -997,7 +995,7 @@ async def test_ids_differ_whatever_the_random_numbers(
     assert await database.stored_events.backfill("ns", "later", [], SINCE, NOW) == 50
 
 
-async def test_migrations_are_recorded_by_the_clock_of_the_machine(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_migrations_are_dated_by_the_clock_of_the_machine(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "time_ns", lambda: 1_700_000_000_123_456_000)
     async with migrated(path):
         pass
@@ -1007,7 +1005,7 @@ async def test_migrations_are_recorded_by_the_clock_of_the_machine(path: Path, m
         ]
 
 
-async def test_an_event_taken_through_a_topic_reaches_the_handlers_of_its_type(database: SqliteDatabase) -> None:
+async def test_an_event_claimed_by_topic_reaches_handlers_of_its_type(database: SqliteDatabase) -> None:
     await subscribe(
         database,
         Subscription(handler_name="greet", event_type="Greeted"),
@@ -1021,7 +1019,7 @@ async def test_an_event_taken_through_a_topic_reaches_the_handlers_of_its_type(d
     assert not await database.events.any_undelivered("ns", SINCE)
 
 
-async def test_no_handler_wants_the_empty_topic(database: SqliteDatabase) -> None:
+async def test_no_handler_subscribes_to_the_empty_topic(database: SqliteDatabase) -> None:
     await subscribe(
         database,
         Subscription(handler_name="greet", event_type="Greeted"),
@@ -1032,10 +1030,10 @@ async def test_no_handler_wants_the_empty_topic(database: SqliteDatabase) -> Non
     assert await database.stored_events.backfill("ns", "sing", [], SINCE, NOW) == 0
 
 
-async def test_history_is_written_in_pieces_and_only_once(
+async def test_history_is_backfilled_in_chunks_and_only_once(
     database: SqliteDatabase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stored_events, "PIECE", 2)
+    monkeypatch.setattr(stored_events, "CHUNK", 2)
     await subscribe(database, Subscription(handler_name="greet", event_type="Greeted"))
     await emit(database, *(event() for _ in range(5)))
     await database.events.fan_out(FanoutRequest("ns", NOW, SINCE, {}, 100))
@@ -1075,7 +1073,7 @@ async def test_the_last_ten_errors_are_kept(database: SqliteDatabase) -> None:
     assert record.next_retry_at == NOW + timedelta(seconds=12)
 
 
-async def test_errors_that_were_made_unreadable_by_hand_keep_nothing_from_being_settled(
+async def test_errors_damaged_by_hand_do_not_prevent_settling(
     database: SqliteDatabase,
 ) -> None:
     notification, lease = await one_due(database)
@@ -1125,9 +1123,7 @@ async def test_the_lock_of_a_killed_process_is_free_at_once(in_file: SqliteDatab
     await lock.close()
 
 
-async def test_a_forked_child_that_outlives_a_killed_process_does_not_keep_its_locks(
-    in_file: SqliteDatabase, path: Path
-) -> None:
+async def test_a_forked_child_does_not_keep_locks_of_a_killed_process(in_file: SqliteDatabase, path: Path) -> None:
     script = """
         import asyncio, os, sys, time
         from outboxio.model.lock_name import LockName
@@ -1153,7 +1149,7 @@ async def test_a_forked_child_that_outlives_a_killed_process_does_not_keep_its_l
     await lock.close()
 
 
-async def test_a_database_has_the_same_locks_by_whatever_link_it_is_reached(
+async def test_a_database_has_the_same_locks_through_any_link(
     in_file: SqliteDatabase, path: Path, tmp_path: Path
 ) -> None:
     link = tmp_path / "link.db"
@@ -1166,9 +1162,7 @@ async def test_a_database_has_the_same_locks_by_whatever_link_it_is_reached(
             await lock.close()
 
 
-async def test_a_heartbeat_is_the_time_and_notices_a_lock_file_that_was_removed(
-    in_file: SqliteDatabase, path: Path
-) -> None:
+async def test_a_heartbeat_returns_the_time_and_detects_removed_lock_files(in_file: SqliteDatabase, path: Path) -> None:
     lock = in_file.cluster_lock("me", "channel", 5)
     await lock.acquire([DISPATCH])
     assert abs((await lock.heartbeat()).database_now - utc_now()) < timedelta(seconds=5)
@@ -1179,7 +1173,7 @@ async def test_a_heartbeat_is_the_time_and_notices_a_lock_file_that_was_removed(
     await lock.close()
 
 
-async def test_locks_whose_terms_cannot_be_raised_are_given_back(tmp_path: Path) -> None:
+async def test_locks_whose_terms_cannot_be_raised_are_released(tmp_path: Path) -> None:
     async with opened(tmp_path / "empty.db") as empty:
         lock = empty.cluster_lock("me", "channel", 5)
         with pytest.raises(sqlite3.OperationalError, match="no such table"):
@@ -1220,7 +1214,7 @@ def raised_by(sql: str, *args: Any) -> BaseException:
     ("sql", "args"),
     [("SELECT ?", ["\ud800"]), ("SELECT ?", [2**70]), ("SELECT ?", [object()]), ("SELECT ?", ["x" * 2000])],
 )
-def test_a_value_that_cannot_be_stored_is_told_from_a_failure(sql: str, args: list[Any]) -> None:
+def test_an_unstorable_value_is_distinguished_from_a_failure(sql: str, args: list[Any]) -> None:
     error = raised_by(sql, *args)
     assert errors.refuses_value(error), error
     assert not errors.is_transient(error)
@@ -1236,12 +1230,12 @@ def test_a_value_that_cannot_be_stored_is_told_from_a_failure(sql: str, args: li
         "SELECT * FROM eventlog_leases INDEXED BY eventlog_leases_term",
     ],
 )
-def test_a_missing_table_or_column_is_told_from_a_bad_statement(sql: str) -> None:
+def test_a_missing_table_or_column_is_distinguished_from_bad_sql(sql: str) -> None:
     assert errors.lacks_schema(raised_by(sql))
     assert not errors.lacks_schema(raised_by("SELEC 1"))
 
 
-def test_a_failing_disk_means_that_the_database_is_unreachable(path: Path) -> None:
+def test_a_failing_disk_counts_as_an_unreachable_database(path: Path) -> None:
     with closing(sqlite3.connect(path)) as connection:
         connection.executescript("PRAGMA query_only = TRUE")
         with pytest.raises(sqlite3.OperationalError) as readonly:
@@ -1268,7 +1262,7 @@ async def first_line(process: subprocess.Popen[str]) -> str:
     return await asyncio.to_thread(process.stdout.readline)
 
 
-async def test_checking_a_file_that_is_missing_does_not_make_it(tmp_path: Path) -> None:
+async def test_checking_a_missing_file_does_not_create_it(tmp_path: Path) -> None:
     path = tmp_path / "misspelt.db"
     async with Outbox(f"sqlite:///{path}", namespace="app") as outbox:
         with pytest.raises(SchemaMissing, match="lacks table schema_versions"):

@@ -1,6 +1,6 @@
-"""Statistics: every end of a run is counted once, under the name of its handler, for the life of the outbox.
+"""Statistics: every outcome of a run is counted once per handler, for the lifetime of the outbox.
 
-The rules are the same in each database, so the tests run in memory.
+The rules are the same on each database, so the tests run in memory.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def raising(error: BaseException) -> Callable[[Any], Any]:
 
 
 @pytest.mark.real_time("measures the duration of a run")
-async def test_a_run_that_succeeds_counts_with_its_duration(outbox: Outbox) -> None:
+async def test_a_successful_run_counts_with_its_duration(outbox: Outbox) -> None:
     @outbox.handler(MoneyDeposited, name="h")
     async def handle(envelope: Envelope) -> None:
         await asyncio.sleep(0.012)
@@ -88,9 +88,7 @@ async def test_a_run_that_succeeds_counts_with_its_duration(outbox: Outbox) -> N
     assert sum(statistics.successes.buckets[:4]) == 0  # none within 10 ms
 
 
-async def test_a_failure_that_is_retried_counts_as_failed_and_a_final_failure_as_dead_or_expired(
-    outbox: Outbox, clock: MovableClock
-) -> None:
+async def test_failures_count_as_failed_and_finally_as_dead_or_expired(outbox: Outbox, clock: MovableClock) -> None:
     once = RetryPolicy(max_attempts=2, base=timedelta(seconds=10), jitter=0)
     short = RetryPolicy(retention=timedelta(seconds=1))
     outbox.handler(MoneyDeposited, name="twice", retry=once)(raising(ValueError("no")))
@@ -111,9 +109,7 @@ async def test_a_failure_that_is_retried_counts_as_failed_and_a_final_failure_as
     assert list(of(outbox, "late").failures) == [("expired", "KeyError")]
 
 
-async def test_a_verdict_counts_once_although_its_hook_is_called_later_and_fails_first(
-    outbox: Outbox, clock: MovableClock
-) -> None:
+async def test_an_outcome_with_a_failing_hook_counts_once(outbox: Outbox, clock: MovableClock) -> None:
     calls: list[str] = []
 
     async def hook(envelope: Envelope, error: object) -> None:
@@ -132,7 +128,7 @@ async def test_a_verdict_counts_once_although_its_hook_is_called_later_and_fails
     assert outcomes(of(outbox)) == {"dead": 1}
 
 
-async def test_a_transactional_run_counts_as_any_other(outbox: Outbox) -> None:
+async def test_a_transactional_run_counts_like_any_other(outbox: Outbox) -> None:
     @outbox.handler(MoneyDeposited, name="h", delivery="transactional")
     async def handle(envelope: Envelope) -> None:
         if envelope.event.amount == 2:
@@ -145,7 +141,7 @@ async def test_a_transactional_run_counts_as_any_other(outbox: Outbox) -> None:
     assert of(outbox).runs == 2
 
 
-async def test_an_attempt_that_is_free_counts_as_failed(outbox: Outbox) -> None:
+async def test_an_uncounted_attempt_counts_as_failed(outbox: Outbox) -> None:
     outbox.handler(MoneyDeposited, name="h")(raising(RetryAfter("1h", count_attempt=False)))
     await outbox.execute(Emit((1,)))
     await outbox.drain()
@@ -153,44 +149,44 @@ async def test_an_attempt_that_is_free_counts_as_failed(outbox: Outbox) -> None:
     assert outcomes(of(outbox)) == {"failed": 1}
 
 
-async def test_a_run_that_the_shutdown_cuts_short_does_not_count() -> None:
-    begun = asyncio.Event()
+async def test_a_run_interrupted_by_shutdown_does_not_count() -> None:
+    started = asyncio.Event()
     settings = Settings(shutdown_timeout=timedelta(0))
     async with memory_outbox(settings=settings) as outbox:
 
         @outbox.handler(MoneyDeposited, name="h")
         async def handle(envelope: Envelope) -> None:
-            begun.set()
+            started.set()
             await asyncio.Event().wait()
 
         async with outbox.running():
             await outbox.execute(Emit((1,)))
-            await begun.wait()
+            await started.wait()
             assert of(outbox).in_flight == 1
         assert outcomes(of(outbox)) == {}
         assert of(outbox).in_flight == 0
 
 
-async def test_a_stuck_run_counts_as_failed_and_shows_until_it_ends() -> None:
-    let_go = asyncio.Event()
+async def test_a_stuck_run_counts_as_failed_and_is_listed_while_running() -> None:
+    released = asyncio.Event()
     async with memory_outbox() as outbox:
 
         @outbox.handler(MoneyDeposited, name="h", timeout="50ms")
         async def handle(envelope: Envelope) -> None:
-            while not let_go.is_set():
+            while not released.is_set():
                 with suppress(asyncio.CancelledError):
-                    await let_go.wait()
+                    await released.wait()
 
         async with outbox.running():
             await outbox.execute(Emit((1,)))
             await eventually(lambda: of(outbox).stuck == 1)
             assert outcomes(of(outbox)) == {"failed": 1}
             assert of(outbox).failures["failed", "TimeoutError"].number == 1
-            let_go.set()
+            released.set()
             await eventually(lambda: of(outbox).stuck == 0)
 
 
-async def test_the_lag_is_the_time_from_the_due_moment_to_the_start(outbox: Outbox, clock: MovableClock) -> None:
+async def test_the_lag_is_measured_from_due_time_to_start(outbox: Outbox, clock: MovableClock) -> None:
     @outbox.handler(MoneyDeposited, name="h", retry=RetryPolicy(base=timedelta(seconds=10), jitter=0))
     async def handle(envelope: Envelope) -> None:
         if envelope.attempt == 1:
@@ -224,7 +220,7 @@ async def test_a_batch_counts_each_row_and_each_call(outbox: Outbox) -> None:
     assert statistics.lag.number == 4
 
 
-async def test_each_call_of_a_batch_that_is_split_counts(outbox: Outbox) -> None:
+async def test_each_call_of_a_split_batch_counts(outbox: Outbox) -> None:
     @outbox.handler(MoneyDeposited, name="h", batch=Batch(size=10))
     async def handle(envelopes: list[Envelope]) -> None:
         if any(envelope.event.amount == 2 for envelope in envelopes):
@@ -251,9 +247,7 @@ async def test_a_transactional_batch_counts_each_row(outbox: Outbox) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("batch", [None, 10])
-async def test_a_row_that_outlived_its_retention_counts_as_expired_without_a_run(
-    outbox: Outbox, clock: MovableClock, batch: int | None
-) -> None:
+async def test_an_expired_row_counts_without_a_run(outbox: Outbox, clock: MovableClock, batch: int | None) -> None:
     ran: list[Any] = []
 
     async def handle(argument: Any) -> None:
@@ -269,7 +263,7 @@ async def test_a_row_that_outlived_its_retention_counts_as_expired_without_a_run
     clock.advance(120)
     async with outbox.running():
         await outbox.admin.unpause("h")
-        # The retention of a row that waited for the end of a pause begins there.
+        # The retention of a row that waited for the end of a pause starts at that end.
         clock.advance(120)
         await eventually(lambda: of(outbox).expired == 1)
 
@@ -277,7 +271,7 @@ async def test_a_row_that_outlived_its_retention_counts_as_expired_without_a_run
     assert outcomes(of(outbox)) == {"expired": 1}
 
 
-async def test_a_row_that_a_handler_declines_counts_as_skipped(outbox: Outbox, clock: MovableClock) -> None:
+async def test_a_row_skipped_by_its_handler_counts_as_skipped(outbox: Outbox, clock: MovableClock) -> None:
     async def handle(envelope: Envelope) -> None: ...
 
     outbox.handler(MoneyDeposited, name="h", relay=True)(handle)
@@ -289,7 +283,7 @@ async def test_a_row_that_a_handler_declines_counts_as_skipped(outbox: Outbox, c
     assert outcomes(of(outbox)) == {"succeeded": 1, "skipped": 1}
 
 
-async def test_a_consumed_message_counts_and_so_does_its_failure(outbox: Outbox) -> None:
+async def test_consumed_messages_and_their_failures_are_counted(outbox: Outbox) -> None:
     @outbox.handler(MoneyDeposited, name="good")
     async def good(envelope: Envelope) -> None: ...
 
@@ -313,7 +307,7 @@ async def test_a_consumed_message_counts_and_so_does_its_failure(outbox: Outbox)
 # --- the process -----------------------------------------------------------------------------------
 
 
-async def test_the_numbers_rise_over_drains_and_several_running_blocks(outbox: Outbox) -> None:
+async def test_counters_increase_over_drains_and_running_blocks(outbox: Outbox) -> None:
     @outbox.handler(MoneyDeposited, name="h")
     async def handle(envelope: Envelope) -> None: ...
 
@@ -350,7 +344,7 @@ async def test_written_events_and_executed_actions_count_by_name(outbox: Outbox)
 
 
 @pytest.mark.parametrize("delivery", [Delivery.AT_LEAST_ONCE, Delivery.TRANSACTIONAL])
-async def test_events_that_consume_writes_count_as_written(outbox: Outbox, delivery: Delivery) -> None:
+async def test_events_written_by_consume_count_as_written(outbox: Outbox, delivery: Delivery) -> None:
     @outbox.handler(MoneyDeposited, name="chains", delivery=delivery)
     async def chains(envelope: Envelope) -> None:
         envelope.emit(WalletOpened(uuid4()))
@@ -365,7 +359,7 @@ async def test_events_that_consume_writes_count_as_written(outbox: Outbox, deliv
     assert sorted(event.event_type for event in seen) == ["MoneyDeposited", "WalletOpened"]
 
 
-async def test_locks_that_are_taken_and_given_back_count(outbox: Outbox) -> None:
+async def test_acquired_and_released_locks_count(outbox: Outbox) -> None:
     @outbox.handler(MoneyDeposited, name="h")
     async def handle(envelope: Envelope) -> None: ...
 
@@ -373,7 +367,7 @@ async def test_locks_that_are_taken_and_given_back_count(outbox: Outbox) -> None
     assert shard_of(outbox).lock_changes == {"fanout": 2, "dispatch/h": 2}
 
 
-async def test_a_round_that_fails_counts_under_its_loop(outbox: Outbox) -> None:
+async def test_a_failed_round_counts_under_its_loop(outbox: Outbox) -> None:
     @outbox.handler(MoneyDeposited, name="h")
     async def handle(envelope: Envelope) -> None: ...
 
@@ -398,7 +392,7 @@ async def test_removed_rows_count_by_table(clock: MovableClock) -> None:
         assert shard_of(outbox).purged == {"notifications": 1, "events": 1}
 
 
-def test_at_most_ten_classes_of_errors_and_two_hundred_actions_are_counted_apart() -> None:
+def test_counted_error_types_and_actions_are_limited() -> None:
     handler, shard = HandlerStatistics(), ShardStatistics()
     for number in range(3 * MOST_ERROR_TYPES):
         handler.durations_of("failed", f"Error{number}").add(0.1)

@@ -1,4 +1,4 @@
-"""A handler name without a process is reported within minutes, and a name with a process never is."""
+"""A handler name without a process is reported within minutes; a name with a process never is."""
 
 from __future__ import annotations
 
@@ -34,9 +34,7 @@ async def deployed(make_outbox: MakeOutbox, clock: MovableClock, name: str, **op
     return outbox
 
 
-async def test_what_a_rename_without_an_alias_leaves_behind_is_found(
-    make_outbox: MakeOutbox, clock: MovableClock
-) -> None:
+async def test_rows_of_a_rename_without_an_alias_are_found(make_outbox: MakeOutbox, clock: MovableClock) -> None:
     before = await deployed(make_outbox, clock, "confirmation-email")
     await before.executor.execute(Emit((1, 2)))
     await before.drain()
@@ -52,14 +50,12 @@ async def test_what_a_rename_without_an_alias_leaves_behind_is_found(
     assert (stranded.handler_name, stranded.unfinished, stranded.shard) == ("confirmation-email", 3, "default")
     assert (stranded.oldest_date, stranded.last_seen_date) == (made, made)
     alias = "if 'order-confirmation' is its new name, add `aliases={'confirmation-email'}` there"
-    for words in ("'confirmation-email' has 3 unfinished", "the oldest of 2030-01-01", alias):
-        assert words in str(stranded)
+    for part in ("'confirmation-email' has 3 unfinished", "the oldest from 2030-01-01", alias):
+        assert part in str(stranded)
     assert (await after.admin.counts())["unroutable"] == 0
 
 
-async def test_only_a_handler_of_the_same_events_may_be_the_new_name(
-    make_outbox: MakeOutbox, clock: MovableClock
-) -> None:
+async def test_only_a_handler_of_the_same_events_is_suggested(make_outbox: MakeOutbox, clock: MovableClock) -> None:
     before = await deployed(make_outbox, clock, "confirmation-email")
     await before.executor.execute(Emit((1,)))
     await before.drain()
@@ -71,7 +67,7 @@ async def test_only_a_handler_of_the_same_events_may_be_the_new_name(
 
     [stranded] = await after.admin.stranded()
     assert stranded.successors == ()
-    assert str(stranded).endswith("add `aliases={'confirmation-email'}` to the handler that has replaced it")
+    assert str(stranded).endswith("add `aliases={'confirmation-email'}` to the handler that replaced it")
 
 
 async def test_a_rename_with_an_alias_strands_nothing(make_outbox: MakeOutbox, clock: MovableClock) -> None:
@@ -85,7 +81,7 @@ async def test_a_rename_with_an_alias_strands_nothing(make_outbox: MakeOutbox, c
     assert await after.admin.stranded() == []
 
 
-async def test_while_every_process_is_down_nothing_is_stranded(make_outbox: MakeOutbox, clock: MovableClock) -> None:
+async def test_nothing_is_stranded_while_every_process_is_down(make_outbox: MakeOutbox, clock: MovableClock) -> None:
     for name in ("one", "two"):
         outbox = await deployed(make_outbox, clock, name)
         await outbox.executor.execute(Emit((1,)))
@@ -96,24 +92,22 @@ async def test_while_every_process_is_down_nothing_is_stranded(make_outbox: Make
     assert await outbox.admin.stranded() == []
 
 
-async def test_names_without_unfinished_rows_or_of_another_namespace_are_not_stranded(
+async def test_finished_and_other_namespaces_names_are_not_stranded(
     make_outbox: MakeOutbox, clock: MovableClock
 ) -> None:
     done = await make_outbox(clock=clock)
     done.handler(MoneyDeposited, name="done")(Journal())
     await done.executor.execute(Emit((1,)))
     await done.drain()
-    stranger = await make_outbox("stranger", clock=clock)
+    third = await make_outbox("other", clock=clock)
     clock.advance(A_WHILE)
     other = await deployed(make_outbox, clock, "other")
     await other.drain()
 
-    assert await other.admin.stranded() == await stranger.admin.stranded() == []
+    assert await other.admin.stranded() == await third.admin.stranded() == []
 
 
-async def test_what_was_not_seen_for_longer_than_that_counts_is_unroutable_instead(
-    make_outbox: MakeOutbox, clock: MovableClock
-) -> None:
+async def test_names_unseen_for_too_long_are_unroutable_instead(make_outbox: MakeOutbox, clock: MovableClock) -> None:
     before = await deployed(make_outbox, clock, "gone")
     await before.executor.execute(Emit((1,)))
     await before.drain()
@@ -124,7 +118,7 @@ async def test_what_was_not_seen_for_longer_than_that_counts_is_unroutable_inste
     assert await after.admin.stranded() == []
 
 
-async def test_rows_that_are_blocked_are_stranded_like_others(outbox: Outbox, look: Look, clock: MovableClock) -> None:
+async def test_blocked_rows_are_stranded_like_others(outbox: Outbox, look: Look, clock: MovableClock) -> None:
     store = Store(outbox, look)
     await store.subscribe("ledger", ordered=True)
     await store.insert_notifications("k", "k", "k")
@@ -142,7 +136,7 @@ async def test_rows_that_are_blocked_are_stranded_like_others(outbox: Outbox, lo
     assert "the oldest" not in str(stranded)
 
 
-async def test_status_tells_people_and_machines(
+async def test_status_shows_stranded_names_as_text_and_json(
     make_outbox: MakeOutbox, clock: MovableClock, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = await deployed(make_outbox, clock, "confirmation[-email]")
@@ -153,8 +147,10 @@ async def test_status_tells_people_and_machines(
     await after.drain()
 
     assert await status(after, as_json=False) == 0
-    told = capsys.readouterr().out
-    assert "1 notification of `confirmation[-email]` waits, and no process has such a handler" in " ".join(told.split())
+    printed = capsys.readouterr().out
+    assert "1 notification of `confirmation[-email]` waits, but no process has this handler" in " ".join(
+        printed.split()
+    )
     assert await status(after, as_json=True) == 0
     findings = json.loads(capsys.readouterr().out)["overview"]["findings"]
     assert ("unroutable", "confirmation[-email]") in [(one["rule"], one["handler"]) for one in findings]
@@ -171,7 +167,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     ]
 
 
-async def test_whoever_fans_out_warns_once_for_each_name_and_again_when_it_comes_back(
+async def test_each_stranded_name_is_logged_once_per_occurrence(
     make_outbox: MakeOutbox, clock: MovableClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = await deployed(make_outbox, clock, "confirmation-email")
@@ -180,46 +176,46 @@ async def test_whoever_fans_out_warns_once_for_each_name_and_again_when_it_comes
     after = await deployed(make_outbox, clock, "order-confirmation")
     watch = StrandedWatch("app", database_of(after), clock, timedelta(days=7))
 
-    await watch.look()
+    await watch.check()
     clock.advance(A_WHILE)
     await after.drain()
     for _ in range(3):
-        await watch.look()
+        await watch.check()
     assert len(warnings(caplog)) == 1
     assert "handler 'confirmation-email' has 1 unfinished notifications" in warnings(caplog)[0]
-    told = [vars(record) for record in caplog.records if record.name == "outboxio.operations.stranded"]
-    assert [record["outboxio_handler"] for record in told] == ["confirmation-email"]
+    printed = [vars(record) for record in caplog.records if record.name == "outboxio.operations.stranded"]
+    assert [record["outboxio_handler"] for record in printed] == ["confirmation-email"]
 
-    await before.drain()  # it was taken back
-    await watch.look()
+    await before.drain()  # the rename was reverted
+    await watch.check()
     clock.advance(A_WHILE)
     await after.drain()
-    await watch.look()
+    await watch.check()
     assert len(warnings(caplog)) == 2
 
 
-async def test_a_fleet_that_was_just_started_is_given_time_to_say_what_it_has(
+async def test_freshly_started_processes_have_time_to_announce_their_handlers(
     make_outbox: MakeOutbox, clock: MovableClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     workers = await deployed(make_outbox, clock, "by-workers")
     await workers.executor.execute(Emit((1,)))
     await workers.drain()
-    clock.advance("3h")  # everything was down
+    clock.advance("3h")  # no process was running
     web = await deployed(make_outbox, clock, "by-web")
     watch = StrandedWatch("app", database_of(web), clock, timedelta(days=7))
     await web.drain()
-    await watch.look()
+    await watch.check()
     clock.advance(GONE_AFTER - timedelta(seconds=1))
-    await watch.look()
-    await workers.drain()  # the workers are up as well
+    await watch.check()
+    await workers.drain()  # the workers run as well
     clock.advance("2s")
     await web.drain()
-    await watch.look()
+    await watch.check()
 
     assert warnings(caplog) == []
 
 
-async def test_a_running_process_warns(
+async def test_a_running_process_logs_stranded_names(
     make_outbox: MakeOutbox, clock: MovableClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = await deployed(make_outbox, clock, "confirmation-email")
@@ -230,8 +226,8 @@ async def test_a_running_process_warns(
 
     async with after.running():
         work = run_of(after)
-        # Its own pause between two looks is half a minute.
-        await eventually(lambda: work.loops.housekeeping.wake() or work.housekeeping.stranded._begun)
+        # Its pause between two checks is half a minute.
+        await eventually(lambda: work.loops.housekeeping.wake() or work.housekeeping.stranded._started_at)
         clock.advance(A_WHILE)
         await work.announcer.announce_if_due()
         await eventually(lambda: work.loops.housekeeping.wake() or warnings(caplog))

@@ -1,4 +1,4 @@
-"""After two crashes all suspects are run, even while further rows are always due."""
+"""After two crashes all suspects run, even while other rows are always due."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ NAMES = ("books", "ledger", "mail")
 EVENTS, SUSPECTS = 150, 6  # of each
 
 
-@pytest.mark.real_time("runs last long enough for others to begin beside them")
+@pytest.mark.real_time("runs last long enough for others to start beside them")
 @pytest.mark.parametrize("delivery", ["at_least_once", "transactional"])
-async def test_suspects_of_several_handlers_run_one_after_the_other_while_all_rows_fail_and_are_due_again(
+async def test_suspects_of_several_handlers_run_in_turn_under_load(
     make_outbox: MakeOutbox, look: Look, delivery: str
 ) -> None:
     settings = Settings(handling_poll_delay="20ms", fanout_poll_delay="20ms", purge_enabled=False)
     outbox = await make_outbox(settings=settings)
     inside, ran = Counter[str](), set[tuple[str, int]]()
     runs: dict[str, list[bool]] = {name: [] for name in NAMES}
-    """Of each handler, whether a run was a suspect's, in the order in which they began."""
+    """For each handler, whether each run was of a suspect, in order of their starts."""
     beside: list[tuple[str, int]] = []
 
     def handler(name: str) -> Any:
@@ -62,6 +62,6 @@ async def test_suspects_of_several_handlers_run_one_after_the_other_while_all_ro
         await eventually(lambda: not any(runs[name][-1] for name in NAMES))
 
     assert beside == [], "each ran without another run of its handler"
-    for began in runs.values():
-        first = began.index(True)
-        assert began[first : first + SUSPECTS] == [True] * SUSPECTS, "the rest of its handler follows behind them"
+    for started in runs.values():
+        first = started.index(True)
+        assert started[first : first + SUSPECTS] == [True] * SUSPECTS, "the other rows of the handler follow"

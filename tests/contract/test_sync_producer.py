@@ -1,4 +1,4 @@
-"""``outboxio.sync.Producer``: synchronous code records, and the worker of an outbox handles."""
+"""``outboxio.sync.Producer``: synchronous code records events, and the worker of an outbox handles them."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ ADD_WALLET = "INSERT INTO wallets (id, balance) VALUES ('w', 7)"
 
 
 class Caller:
-    """A synchronous connection of the application, and its transactions."""
+    """A synchronous user-supplied connection, and its transactions."""
 
     def __init__(self, connection: Any, run: Callable[[str], Any], *, autocommits: bool = False) -> None:
         self.connection = connection
         self.run = run
-        #: Whether the connection commits each statement by itself, so that a transaction begins by BEGIN.
+        #: Whether the connection is in autocommit, so that BEGIN starts a transaction.
         self.autocommits = autocommits
 
     def end(self, how: str) -> None:
@@ -60,8 +60,8 @@ def postgres(url: str, *, autocommits: bool) -> Iterator[Caller]:
 
 @contextmanager
 def in_mysql(url: str, *, autocommits: bool) -> Iterator[Caller]:
-    told = {"database" if name == "db" else name: value for name, value in mysql.address(url).items()}
-    connection = pymysql.connect(**told, autocommit=autocommits, cursorclass=pymysql.cursors.DictCursor)
+    options = {"database" if name == "db" else name: value for name, value in mysql.address(url).items()}
+    connection = pymysql.connect(**options, autocommit=autocommits, cursorclass=pymysql.cursors.DictCursor)
 
     def run(sql: str) -> None:
         with connection.cursor() as cursor:
@@ -96,7 +96,7 @@ def a_session(url: str) -> Iterator[Caller]:
 
 @contextmanager
 def a_scoped_session(url: str) -> Iterator[Caller]:
-    """As Flask-SQLAlchemy gives it."""
+    """As Flask-SQLAlchemy provides it."""
     engine = create_engine(sync_url(url))
     scoped = scoped_session(sessionmaker(engine))
     yield Caller(scoped, lambda sql: scoped.execute(text(sql)))
@@ -121,7 +121,7 @@ WAYS: dict[str, Callable[[str], AbstractContextManager[Caller]]] = {
 }
 
 
-async def test_events_commit_and_roll_back_with_the_rows_of_synchronous_code(
+async def test_synchronous_events_commit_and_roll_back_with_their_rows(
     outbox: Outbox, look: Look, database_url: str
 ) -> None:
     producer = Producer("app")
@@ -135,7 +135,7 @@ async def test_events_commit_and_roll_back_with_the_rows_of_synchronous_code(
                         producer.record(caller.connection, WalletOpened(uuid4()), action="OpenWallet")
                     caller.run("BEGIN")
                 caller.run(ADD_WALLET)
-                with pytest.raises(InvalidEvent, match="is no Event"):
+                with pytest.raises(InvalidEvent, match="is not an Event"):
                     producer.record(caller.connection, "opened", action="OpenWallet")  # type: ignore[arg-type]
                 events = WalletOpened(uuid4()), WalletOpened(uuid4())
                 action_id = producer.record(caller.connection, *events, action="OpenWallet")
@@ -145,20 +145,22 @@ async def test_events_commit_and_roll_back_with_the_rows_of_synchronous_code(
         assert [row["action_id"] for row in await written(look)] == [action_id, action_id]
 
 
-async def test_the_rows_are_those_of_record(outbox: Outbox, look: Look, database_url: str, clock: MovableClock) -> None:
-    told: dict[str, Any] = {
+async def test_a_producer_writes_the_same_rows_as_record(
+    outbox: Outbox, look: Look, database_url: str, clock: MovableClock
+) -> None:
+    options: dict[str, Any] = {
         "action": "Öpen%s'\\", "params": {"number": 2, "text": "a%b'\\\"ü😀"}, "model_id": 7, "model_type": "Wallet",
         "ordering_key": "k", "topic": "t", "available_at": datetime(2030, 1, 2), "correlation_id": "req-7",
         "headers": {"tenant": 1},
     }  # fmt: skip
     producer = Producer("app", clock=clock.now)
     with driver(database_url, autocommits=False) as caller:
-        producer.record(caller.connection, WalletOpened(UUID(int=1)), WalletOpened(UUID(int=2)), **told)
+        producer.record(caller.connection, WalletOpened(UUID(int=1)), WalletOpened(UUID(int=2)), **options)
         producer.record(caller.connection, WalletOpened(UUID(int=1)), action="Plain")
         producer.record(caller.connection, action="Nothing")
         caller.end("COMMIT")
     async with outbox.transaction("x") as tx:
-        await outbox.record(tx.connection, WalletOpened(UUID(int=1)), WalletOpened(UUID(int=2)), **told)
+        await outbox.record(tx.connection, WalletOpened(UUID(int=1)), WalletOpened(UUID(int=2)), **options)
         await outbox.record(tx.connection, WalletOpened(UUID(int=1)), action="Plain")
         await outbox.record(tx.connection, action="Nothing")
         tx.emit(WalletOpened(UUID(int=3)))
@@ -172,7 +174,7 @@ async def test_the_rows_are_those_of_record(outbox: Outbox, look: Look, database
     assert len({row["id"] for row in rows}) == 9
 
 
-async def test_the_worker_of_an_outbox_handles_the_events_of_a_producer(
+async def test_the_worker_of_an_outbox_handles_a_producers_events(
     outbox: Outbox, database_url: str, look: Look
 ) -> None:
     producer, journal = Producer("app"), Journal()
@@ -197,16 +199,16 @@ async def test_the_worker_of_an_outbox_handles_the_events_of_a_producer(
 # --- what does not depend on the database --------------------------------------------------------------------
 
 
-async def test_asynchronous_and_unknown_connections_are_refused_with_the_remedy(sqlite_url: str) -> None:
+async def test_asynchronous_and_unknown_connections_are_refused_with_a_fix(sqlite_url: str) -> None:
     producer = Producer("app")
-    strangers: list[tuple[Any, str]] = [
-        (aiosqlite.connect(sqlite_url), r"which is asynchronous: use `await outbox\.record"),
-        (object(), "give a connection of psycopg 3, PyMySQL or sqlite3"),
-        (None, "give a connection of psycopg 3, PyMySQL or sqlite3"),
+    foreign: list[tuple[Any, str]] = [
+        (aiosqlite.connect(sqlite_url), r"which is asynchronous; use `await outbox\.record"),
+        (object(), "pass a connection of psycopg 3, PyMySQL, sqlite3 or Django"),
+        (None, "pass a connection of psycopg 3, PyMySQL, sqlite3 or Django"),
     ]
-    for stranger, words in strangers:
-        with pytest.raises(ConfigurationError, match=words):
-            producer.record(stranger, WalletOpened(uuid4()), action="X")
+    for unknown, message in foreign:
+        with pytest.raises(ConfigurationError, match=message):
+            producer.record(unknown, WalletOpened(uuid4()), action="X")
     with pytest.raises(ConfigurationError, match="expected Settings"):
         Producer("app", settings={})  # type: ignore[arg-type]
     engine = create_engine(sync_url(sqlite_url))
@@ -215,7 +217,7 @@ async def test_asynchronous_and_unknown_connections_are_refused_with_the_remedy(
     engine.dispose()
 
 
-async def test_a_producer_goes_by_the_settings_of_an_outbox(sqlite_url: str) -> None:
+async def test_a_producer_follows_the_settings_of_an_outbox(sqlite_url: str) -> None:
     async with Outbox(sqlite_url, namespace="app") as outbox:
         await outbox.migrate()
     producer = Producer("app", settings=Settings(record_empty_actions=False))
@@ -273,20 +275,20 @@ def django_database(url: str) -> dict[str, Any]:
     if Look(url).is_file:
         return {"ENGINE": "django.db.backends.sqlite3", "NAME": urlsplit(url).path[1:]}
     if Look(url).dialect == "postgres":
-        told = psycopg.conninfo.conninfo_to_dict(url)
+        options = psycopg.conninfo.conninfo_to_dict(url)
         names = {"dbname": "NAME", "user": "USER", "password": "PASSWORD", "host": "HOST", "port": "PORT"}
-        return {"ENGINE": "django.db.backends.postgresql"} | {names[key]: value for key, value in told.items()}
-    told = mysql.address(url)
+        return {"ENGINE": "django.db.backends.postgresql"} | {names[key]: value for key, value in options.items()}
+    options = mysql.address(url)
     names = {"db": "NAME", "user": "USER", "password": "PASSWORD", "port": "PORT"}
-    named = {names[key]: value for key, value in told.items() if key in names}
-    return {"ENGINE": "django.db.backends.mysql", "HOST": told.get("unix_socket") or told.get("host"), **named}
+    named = {names[key]: value for key, value in options.items() if key in names}
+    return {"ENGINE": "django.db.backends.mysql", "HOST": options.get("unix_socket") or options.get("host"), **named}
 
 
 async def test_django_records_inside_atomic(outbox: Outbox, look: Look, database_url: str) -> None:
     command = [sys.executable, "-c", DJANGO, repr(django_database(database_url))]
     ended = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE, cwd=ROOT)
-    _, told = await ended.communicate()
-    assert (ended.returncode, told.decode()) == (0, "")
+    _, options = await ended.communicate()
+    assert (ended.returncode, options.decode()) == (0, "")
     rows = sorted(await written(look), key=lambda row: row["sequence"])
     assert [row["payload"]["text"] for row in rows] == ["first, 100%", "second"]
     assert rows[0]["action_params"] == {"text": "a%s'"}

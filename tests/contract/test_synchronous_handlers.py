@@ -1,4 +1,4 @@
-"""Synchronous handlers: a plain function runs in a thread and is promised the same as an async one."""
+"""Synchronous handlers: a plain function runs in a thread, with the same guarantees as an async one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ tenant: ContextVar[str] = ContextVar("tenant", default="")
 
 
 class Calls:
-    """A plain function that remembers the amounts of its events, and can be made to wait."""
+    """A plain function that records the amounts of its events, and can be made to wait."""
 
     def __init__(self, waits: Callable[[Envelope], bool] = lambda envelope: False) -> None:
         self.amounts: list[int] = []
@@ -53,7 +53,7 @@ class Calls:
 
 @pytest.fixture
 async def stubborn() -> AsyncIterator[Calls]:
-    """Its first call does not end before its gate is open."""
+    """A function whose first call does not finish before its gate is open."""
     calls = Calls(lambda envelope: len(calls.amounts) == 1)
     yield calls
     calls.gate.set()
@@ -68,9 +68,7 @@ class Open(Action):
 # --- delivery --------------------------------------------------------------------------------------
 
 
-async def test_a_plain_function_is_called_in_a_thread_and_its_events_commit_with_its_success(
-    outbox: Outbox, look: Look
-) -> None:
+async def test_a_plain_function_runs_in_a_thread_and_commits_its_events(outbox: Outbox, look: Look) -> None:
     seen: list[tuple[int, int, str]] = []
     tenant.set("ada's")
 
@@ -107,7 +105,7 @@ async def test_a_plain_method_of_a_class_is_a_handler(outbox: Outbox) -> None:
     assert amounts == [1]
 
 
-async def test_a_plain_function_that_fails_is_retried_and_its_events_are_dropped(
+async def test_a_failing_plain_function_is_retried_without_its_events(
     outbox: Outbox, look: Look, clock: MovableClock
 ) -> None:
     attempts: list[int] = []
@@ -129,7 +127,7 @@ async def test_a_plain_function_that_fails_is_retried_and_its_events_are_dropped
     assert [row["model_id"] for row in await look.events()].count("emitted") == 1
 
 
-async def test_a_plain_function_runs_at_most_once_if_it_is_to(outbox: Outbox, clock: MovableClock) -> None:
+async def test_a_plain_function_supports_at_most_once(outbox: Outbox, clock: MovableClock) -> None:
     calls = Calls()
 
     @outbox.handler(MoneyDeposited, name="first", delivery="at_most_once")
@@ -145,7 +143,7 @@ async def test_a_plain_function_runs_at_most_once_if_it_is_to(outbox: Outbox, cl
     assert calls.amounts == [1]
 
 
-async def test_a_plain_batch_function_returns_what_failed(outbox: Outbox, look: Look) -> None:
+async def test_a_plain_batch_function_returns_failed_events(outbox: Outbox, look: Look) -> None:
     @outbox.handler(MoneyDeposited, name="first", batch=Batch(size=10, max_wait="0s"))
     def handle(envelopes: list[Envelope]) -> list[Envelope]:
         return [envelope for envelope in envelopes if envelope.event.amount == 2]
@@ -159,7 +157,7 @@ async def test_a_plain_batch_function_returns_what_failed(outbox: Outbox, look: 
     assert states == {"1": "SUCCEEDED", "2": "FAILED", "3": "SUCCEEDED"}
 
 
-async def test_a_plain_batch_function_that_raises_is_called_again_for_halves(outbox: Outbox) -> None:
+async def test_a_failing_plain_batch_function_is_called_for_halves(outbox: Outbox) -> None:
     calls: list[list[int]] = []
 
     @outbox.handler(MoneyDeposited, name="first", batch=Batch(size=10, max_wait="0s"))
@@ -175,7 +173,7 @@ async def test_a_plain_batch_function_that_raises_is_called_again_for_halves(out
     assert sorted(map(len, calls)) == [1, 1, 2]
 
 
-async def test_a_plain_function_that_returns_a_coroutine_has_failed(outbox: Outbox) -> None:
+async def test_a_plain_function_that_returns_a_coroutine_fails(outbox: Outbox) -> None:
     async def never_awaited() -> None: ...
 
     outbox.handler(MoneyDeposited, name="first")(lambda envelope: never_awaited())
@@ -185,7 +183,7 @@ async def test_a_plain_function_that_returns_a_coroutine_has_failed(outbox: Outb
     assert "is a plain function and returned a coroutine" in str((await outbox.admin.list())[0].errors)
 
 
-async def test_the_event_loop_goes_on_while_a_plain_function_runs(outbox: Outbox) -> None:
+async def test_the_event_loop_continues_while_a_plain_function_runs(outbox: Outbox) -> None:
     calls = Calls(lambda envelope: True)
     outbox.handler(MoneyDeposited, name="first")(calls)
     await outbox.executor.execute(Emit((1, 2, 3)))
@@ -201,10 +199,10 @@ async def test_the_event_loop_goes_on_while_a_plain_function_runs(outbox: Outbox
 
 
 @pytest.mark.parametrize(("concurrency", "most"), [(2, 2), (60, 60)])
-async def test_the_threads_of_a_handler_are_as_many_as_its_concurrency(
+async def test_a_handler_has_as_many_threads_as_its_concurrency(
     make_outbox: MakeOutbox, concurrency: int, most: int
 ) -> None:
-    """60 are more than anyio's default limiter has."""
+    """60 are more than anyio's default limiter allows."""
     outbox = await make_outbox(settings=Settings(concurrency=100))
     calls = Calls(lambda envelope: calls.most < most)
     outbox.handler(MoneyDeposited, name="first", concurrency=concurrency)(calls)
@@ -222,7 +220,7 @@ async def test_the_threads_of_a_handler_are_as_many_as_its_concurrency(
 # --- what may be called in the thread ----------------------------------------------------------------
 
 
-async def test_an_action_is_executed_from_the_thread_through_the_event_loop(outbox: Outbox, look: Look) -> None:
+async def test_a_thread_executes_an_action_through_the_event_loop(outbox: Outbox, look: Look) -> None:
     results: list[Any] = []
 
     @outbox.handler(MoneyDeposited, name="first")
@@ -246,7 +244,7 @@ async def test_an_action_is_executed_from_the_thread_through_the_event_loop(outb
     ],
     ids=["execute", "tx"],
 )
-async def test_what_needs_the_event_loop_is_refused_in_the_thread(
+async def test_calls_that_need_the_event_loop_are_refused_in_a_thread(
     outbox: Outbox, call: Callable[[Envelope], Any], error: str
 ) -> None:
     outbox.handler(MoneyDeposited, name="first")(call)
@@ -257,18 +255,18 @@ async def test_what_needs_the_event_loop_is_refused_in_the_thread(
 
 
 @pytest.mark.real_time("a function polls in a thread")
-async def test_a_plain_function_sees_that_the_outbox_is_being_left(make_outbox: MakeOutbox, look: Look) -> None:
-    outbox, begun = await make_outbox(), threading.Event()
+async def test_a_plain_function_sees_the_shutdown(make_outbox: MakeOutbox, look: Look) -> None:
+    outbox, started = await make_outbox(), threading.Event()
 
     @outbox.handler(MoneyDeposited, name="first")
     def handle(envelope: Envelope) -> None:
-        begun.set()
+        started.set()
         while not envelope.stopping.is_set():
             time.sleep(0.005)
 
     async with outbox.running():
         await outbox.executor.execute(Emit((1,)))
-        await eventually(begun.is_set)
+        await eventually(started.is_set)
 
     assert await look.states() == {"SUCCEEDED": 1}
 
@@ -276,7 +274,7 @@ async def test_a_plain_function_sees_that_the_outbox_is_being_left(make_outbox: 
 # --- timeout and shutdown --------------------------------------------------------------------------
 
 
-async def test_a_run_past_its_timeout_is_stuck_and_not_begun_again_before_its_function_has_ended(
+async def test_a_run_past_its_timeout_is_stuck_until_its_function_ends(
     make_outbox: MakeOutbox, stubborn: Calls, caplog: pytest.LogCaptureFixture
 ) -> None:
     outbox = await make_outbox(settings=QUICK)
@@ -301,7 +299,7 @@ async def test_a_run_past_its_timeout_is_stuck_and_not_begun_again_before_its_fu
 
 
 @pytest.mark.real_time("a function polls in a thread")
-async def test_a_function_that_asks_whether_it_is_cancelled_ends_at_its_timeout(
+async def test_a_function_that_checks_for_cancellation_ends_at_its_timeout(
     make_outbox: MakeOutbox, clock: MovableClock
 ) -> None:
     outbox = await make_outbox(settings=QUICK, clock=clock)
@@ -319,7 +317,7 @@ async def test_a_function_that_asks_whether_it_is_cancelled_ends_at_its_timeout(
     assert "ran longer than its timeout of 0.05 s" in str((await outbox.admin.list())[0].errors)
 
 
-async def test_a_function_that_ends_late_but_in_the_grace_period_of_the_shutdown_has_succeeded(
+async def test_a_function_that_ends_within_the_grace_period_succeeds(
     make_outbox: MakeOutbox, look: Look, stubborn: Calls
 ) -> None:
     outbox = await make_outbox(settings=QUICK)
@@ -334,7 +332,7 @@ async def test_a_function_that_ends_late_but_in_the_grace_period_of_the_shutdown
     assert stubborn.amounts == [1]
 
 
-async def test_a_function_that_outlives_the_shutdown_costs_no_attempt_and_is_not_begun_beside_itself(
+async def test_a_function_that_outlives_the_shutdown_is_not_started_twice(
     make_outbox: MakeOutbox, look: Look, stubborn: Calls
 ) -> None:
     outbox = await make_outbox(settings=QUICK)
@@ -372,9 +370,7 @@ async def test_a_message_is_consumed_by_a_plain_function(outbox: Outbox, look: L
 
 
 @pytest.mark.real_time("shows that no second run begins beside a stuck one")
-async def test_a_message_that_comes_again_waits_for_the_run_that_its_cancelled_consumer_has_left(
-    outbox: Outbox, stubborn: Calls
-) -> None:
+async def test_a_redelivery_waits_for_the_run_of_a_cancelled_consumer(outbox: Outbox, stubborn: Calls) -> None:
     outbox.handler(MoneyDeposited, name="first", timeout="200ms")(stubborn)
     given = message()
     consuming = asyncio.create_task(outbox.inbox.consume(**given))

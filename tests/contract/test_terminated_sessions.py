@@ -1,4 +1,4 @@
-"""A session that the server has ended, over a network that still keeps the socket open, counts as unreachable."""
+"""A session ended by the server counts as unreachable, even if its socket stays open."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.kit.app import Look
 
 @asynccontextmanager
 async def sockets_that_stay_open(url: str) -> AsyncIterator[tuple[str, asyncio.Event]]:
-    """The URL of a proxy that keeps the socket of the client open, and an event: the server has ended a session."""
+    """The URL of a proxy that keeps the client's socket open, and an event: the server ended a session."""
     parts, tasks, ended = urlsplit(url), list[asyncio.Task[None]](), asyncio.Event()
 
     async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -45,12 +45,12 @@ async def sockets_that_stay_open(url: str) -> AsyncIterator[tuple[str, asyncio.E
         await asyncio.gather(*tasks)
 
 
-async def test_the_first_statement_of_a_terminated_session_means_unreachable(postgres_url: str) -> None:
+async def test_a_statement_on_a_terminated_session_means_unreachable(postgres_url: str) -> None:
     async with sockets_that_stay_open(postgres_url) as (url, ended):
         connection = await asyncpg.connect(url)
         await Look(postgres_url).fetch("SELECT pg_terminate_backend($1)", connection.get_server_pid())
         await ended.wait()
-        for _ in range(50):  # turns of the event loop, in which the driver reads the last words of the server
+        for _ in range(50):  # turns of the event loop, in which the driver reads the server's last message
             await asyncio.sleep(0)
         with pytest.raises(asyncpg.InternalClientError) as caught:
             await connection.execute("SELECT 1")

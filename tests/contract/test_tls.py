@@ -1,4 +1,4 @@
-"""TLS as docs/operate/security.md describes it; more of MySQL's TLS is in ``test_mysql_storage.py``."""
+"""TLS as described in docs/operate/security.md; see ``test_mysql_storage.py`` for more about TLS on MySQL."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Certificates = dict[str, Path]
 
 
 def certificate(directory: Path, name: str) -> Path:
-    """A self-signed certificate for a host of this name; its key is beside it."""
+    """A self-signed certificate for this host name; its key is beside it."""
     made = directory / f"{name}.crt"
     subprocess.run(
         ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", f"/CN={name}",
@@ -33,7 +33,7 @@ def certificate(directory: Path, name: str) -> Path:
 
 
 def give(certificate: Path, data: Path) -> None:
-    """Put a certificate and its key where the server finds them, readable for the server alone."""
+    """Put a certificate and its key where the server finds them, readable only by the server."""
     owner = data.stat()
     for file in (certificate, certificate.with_suffix(".key")):
         copy = data / f"test{file.suffix}"
@@ -44,11 +44,11 @@ def give(certificate: Path, data: Path) -> None:
 
 @pytest.fixture
 async def tls(postgres_url: str, tmp_path: Path) -> AsyncIterator[Certificates]:
-    """The test's server speaks TLS, with a certificate for 127.0.0.1."""
+    """The test's server uses TLS, with a certificate for 127.0.0.1."""
     look = Look(postgres_url)
     data = Path(await look.value("SHOW data_directory"))
     if not os.access(data, os.W_OK):
-        pytest.skip("the server is not ours to configure")
+        pytest.skip("the tests cannot configure this server")
     programs.need("openssl")
     ours, another = certificate(tmp_path, "127.0.0.1"), certificate(tmp_path, "elsewhere.example")
 
@@ -89,15 +89,15 @@ def with_mode(url: str, mode: str, authority: Path | None = None, host: str | No
 
 async def ciphers(outbox: Outbox) -> set[str | None]:
     """The ciphers of the connections of actions and of loops; ``None`` for an unencrypted connection."""
-    question = "SELECT cipher FROM pg_stat_ssl WHERE pid = pg_backend_pid()"
+    cipher_query = "SELECT cipher FROM pg_stat_ssl WHERE pid = pg_backend_pid()"
     async with outbox.transaction("Look") as tx:
-        of_actions = await tx.fetchval(question)
+        of_actions = await tx.fetchval(cipher_query)
     database = database_of(outbox)
-    of_loops = (await database._admin.fetch(question))[0][0]  # type: ignore[attr-defined]
+    of_loops = (await database._admin.fetch(cipher_query))[0][0]  # type: ignore[attr-defined]
     return {of_actions, of_loops}
 
 
-async def test_each_mode_asks_for_what_the_page_says(postgres_url: str, tls: Certificates) -> None:
+async def test_each_tls_mode_works_as_documented(postgres_url: str, tls: Certificates) -> None:
     ours, another = tls["ours"], tls["another"]
     for url in (
         postgres_url,  # prefer
@@ -123,7 +123,7 @@ async def test_each_mode_asks_for_what_the_page_says(postgres_url: str, tls: Cer
                 await outbox.executor.execute(Emit((1,)))
 
 
-async def test_a_server_without_tls_is_refused_where_tls_is_asked_for(postgres_url: str, tmp_path: Path) -> None:
+async def test_a_server_without_tls_is_refused_where_tls_is_required(postgres_url: str, tmp_path: Path) -> None:
     if await Look(postgres_url).value("SHOW ssl") == "on":
         pytest.skip("this server has TLS")
     for mode in ("require", "verify-full"):
@@ -135,18 +135,18 @@ async def test_a_server_without_tls_is_refused_where_tls_is_asked_for(postgres_u
         assert await ciphers(outbox) == {None}
 
 
-async def test_mysqls_own_authority_vouches_for_it_and_not_for_its_name(mysql_url: str) -> None:
+async def test_mysqls_own_authority_certifies_it_but_not_its_host_name(mysql_url: str) -> None:
     authority = Path(await Look(mysql_url).value("SELECT @@datadir")) / "ca.pem"
     if not os.access(authority, os.R_OK):
-        pytest.skip("this server has made no authority of its own, or does not show it")
+        pytest.skip("this server has not created its own authority, or it cannot be read")
 
-    def asking_for(mode: str) -> str:
+    def url_with(mode: str) -> str:
         return urlsplit(mysql_url)._replace(query=f"ssl_mode={mode}&ssl_ca={authority}").geturl()
 
-    async with Outbox(asking_for("VERIFY_CA"), namespace="app") as outbox:
+    async with Outbox(url_with("VERIFY_CA"), namespace="app") as outbox:
         await outbox.migrate()
         async with outbox.transaction("Look") as tx:
             assert (await tx.fetchrow("SHOW SESSION STATUS LIKE 'Ssl_cipher'"))[1]
-    async with Outbox(asking_for("VERIFY_IDENTITY"), namespace="app") as outbox:
+    async with Outbox(url_with("VERIFY_IDENTITY"), namespace="app") as outbox:
         with pytest.raises(DatabaseUnavailable, match="certificate"):
             await outbox.check()

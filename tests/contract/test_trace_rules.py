@@ -1,4 +1,4 @@
-"""The rules of traces that are the same on every database: parents and links, sampling, headers, outcomes."""
+"""Rules of traces that are the same on every database: parents and links, sampling, headers, outcomes."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def fails_until(attempt: int, error: Exception) -> Callable[[EventEnvelope[Any]]
 # --- parents and links -----------------------------------------------------------------------------
 
 
-async def test_the_first_attempt_is_a_child_and_a_retry_begins_a_trace_with_a_link(
+async def test_a_first_attempt_is_a_child_and_retries_are_links(
     make: MakeOutbox, clock: MovableClock, traces: Traces
 ) -> None:
     outbox = await make(traces.telemetry())
@@ -137,7 +137,7 @@ async def test_a_first_attempt_is_a_child_for_five_minutes(
 @pytest.mark.parametrize(
     ("propagation", "children", "linked"), [("parent", 2, 0), ("link", 0, 2), ("none", 0, 0), ("auto", 1, 1)]
 )
-async def test_the_application_chooses_between_parents_links_and_nothing(
+async def test_the_application_chooses_parents_links_or_nothing(
     make: MakeOutbox, clock: MovableClock, traces: Traces, propagation: Any, children: int, linked: int
 ) -> None:
     outbox = await make(traces.telemetry(propagation=propagation))
@@ -167,15 +167,13 @@ async def test_a_batch_has_at_most_128_links(make: MakeOutbox, traces: Traces) -
     assert (len(batch.links), attributes(batch)["messaging.batch.message_count"]) == (128, 150)
 
 
-async def test_a_hook_has_a_span_with_a_link_and_its_events_belong_to_the_trace_of_the_hook(
-    make: MakeOutbox, traces: Traces
-) -> None:
+async def test_a_hook_has_its_own_linked_span_and_trace(make: MakeOutbox, traces: Traces) -> None:
     outbox = await make(traces.telemetry())
 
-    async def tell(envelope: EventEnvelope[Any], error: Any) -> None:
+    async def notify(envelope: EventEnvelope[Any], error: Any) -> None:
         envelope.emit(Shipped(envelope.event.order))
 
-    @outbox.handler(Placed, name="pay", on_dead=tell)
+    @outbox.handler(Placed, name="pay", on_dead=notify)
     async def pay(envelope: OfPlaced) -> None:
         raise Unprocessable("never")
 
@@ -189,7 +187,7 @@ async def test_a_hook_has_a_span_with_a_link_and_its_events_belong_to_the_trace_
     assert parent_of(traces.one("send Shipped")) == id_of(hook)
 
 
-async def test_a_span_around_running_is_no_parent_of_what_handlers_do(make: MakeOutbox, traces: Traces) -> None:
+async def test_a_span_around_running_is_not_a_parent_of_runs(make: MakeOutbox, traces: Traces) -> None:
     outbox = await make(traces.telemetry())
 
     @outbox.handler(Placed, name="pay", trace=False)
@@ -232,7 +230,7 @@ async def test_actions_of_a_handler_are_children_of_the_run(make: MakeOutbox, tr
 # --- sampling --------------------------------------------------------------------------------------
 
 
-async def test_of_a_trace_that_is_not_sampled_there_are_headers_and_no_spans(make: MakeOutbox, look: Look) -> None:
+async def test_an_unsampled_trace_has_headers_and_no_spans(make: MakeOutbox, look: Look) -> None:
     traces = Traces(ParentBased(ALWAYS_OFF))
     outbox = await make(traces.telemetry())
 
@@ -256,9 +254,7 @@ async def test_of_a_trace_that_is_not_sampled_there_are_headers_and_no_spans(mak
     assert traces.names == []
 
 
-async def test_the_decision_of_the_writer_of_an_event_holds_for_the_actions_of_its_handler(
-    make: MakeOutbox, look: Look
-) -> None:
+async def test_the_sampling_decision_of_an_event_applies_to_its_actions(make: MakeOutbox, look: Look) -> None:
     traces = Traces(ParentBased(ALWAYS_ON))
     outbox = await make(traces.telemetry())
 
@@ -273,9 +269,7 @@ async def test_the_decision_of_the_writer_of_an_event_holds_for_the_actions_of_i
     assert traces.names == []
 
 
-async def test_events_without_a_trace_have_no_spans_and_their_handlers_begin_no_trace(
-    make: MakeOutbox, look: Look, traces: Traces
-) -> None:
+async def test_events_without_a_trace_start_no_trace(make: MakeOutbox, look: Look, traces: Traces) -> None:
     async with Outbox(look.url, namespace="app") as writer:
         await writer.migrate()
         await writer.execute(PlaceOrder(1))
@@ -296,7 +290,7 @@ async def test_events_without_a_trace_have_no_spans_and_their_handlers_begin_no_
 
 
 @pytest.mark.parametrize("header", [None, UNSAMPLED])
-async def test_trace_unsampled_asks_the_sampler_for_every_run(
+async def test_trace_unsampled_calls_the_sampler_for_every_run(
     make: MakeOutbox, look: Look, traces: Traces, header: str | None
 ) -> None:
     sampler = Traces(ALWAYS_ON)
@@ -320,7 +314,7 @@ async def test_trace_unsampled_asks_the_sampler_for_every_run(
     assert (parent_of(alone), together.parent) == (None if header is None else REMOTE_SPAN, None)
 
 
-async def test_a_text_that_looks_like_the_header_makes_no_span(make: MakeOutbox, look: Look, traces: Traces) -> None:
+async def test_text_that_looks_like_the_header_makes_no_span(make: MakeOutbox, look: Look, traces: Traces) -> None:
     outbox = await make(traces.telemetry())
     outbox.handler(Placed, name="pay")(fails_until(0, ValueError()))
     await outbox.execute(PlaceOrder(1))
@@ -335,9 +329,7 @@ async def test_a_text_that_looks_like_the_header_makes_no_span(make: MakeOutbox,
 @pytest.mark.parametrize(
     "header", ["", "00-0", "garbage", 7, None, ["x"], "00-00000000000000000000000000000000-00f067aa0ba902b7-01"]
 )
-async def test_a_header_that_is_no_trace_context_is_no_trace(
-    make: MakeOutbox, look: Look, traces: Traces, header: Any
-) -> None:
+async def test_an_invalid_trace_header_is_ignored(make: MakeOutbox, look: Look, traces: Traces, header: Any) -> None:
     outbox = await make(traces.telemetry())
 
     @outbox.handler(Placed, name="pay")
@@ -352,9 +344,7 @@ async def test_a_header_that_is_no_trace_context_is_no_trace(
     assert traces.names == []
 
 
-async def test_trace_false_leaves_out_the_runs_of_a_handler_and_the_trace_goes_on(
-    make: MakeOutbox, traces: Traces
-) -> None:
+async def test_trace_false_skips_a_handlers_runs_and_the_trace_continues(make: MakeOutbox, traces: Traces) -> None:
     outbox = await make(traces.telemetry())
 
     @outbox.handler(Placed, name="pay", trace=False)
@@ -378,7 +368,7 @@ async def test_trace_false_leaves_out_the_runs_of_a_handler_and_the_trace_goes_o
 # --- outcomes --------------------------------------------------------------------------------------
 
 
-async def test_a_refused_action_says_its_error(make: MakeOutbox, traces: Traces) -> None:
+async def test_a_refused_action_has_its_error(make: MakeOutbox, traces: Traces) -> None:
     outbox = await make(traces.telemetry())
 
     class Refused(PlaceOrder):
@@ -395,7 +385,7 @@ async def test_a_refused_action_says_its_error(make: MakeOutbox, traces: Traces)
     assert traces.names == ["execute Refused"]
 
 
-def test_an_action_of_unknown_end_says_so(traces: Traces) -> None:
+def test_an_action_with_an_unknown_outcome_is_marked(traces: Traces) -> None:
     action_id = uuid4()
     with pytest.raises(CommitUnknown), traces.telemetry().executing("app", "default", "Pay", None):
         raise CommitUnknown("Pay", action_id)
@@ -403,7 +393,7 @@ def test_an_action_of_unknown_end_says_so(traces: Traces) -> None:
     assert attributes(traces.one("execute Pay"))["outboxio.outcome"] == "unknown"
 
 
-async def test_an_action_counts_its_runs(make: MakeOutbox, traces: Traces) -> None:
+async def test_an_action_counts_its_attempts(make: MakeOutbox, traces: Traces) -> None:
     outbox = await make(traces.telemetry())
     left = [StaleRecord("Order", 1), StaleRecord("Order", 1)]
 
@@ -429,24 +419,24 @@ async def test_the_error_on_a_span_is_redacted(make: MakeOutbox, traces: Traces)
     assert traces.one("process Placed").status.description == "ValueError: card ****"
 
 
-async def test_a_run_that_leaving_has_cut_short_says_so(make: MakeOutbox, traces: Traces) -> None:
+async def test_a_run_interrupted_by_leaving_is_marked(make: MakeOutbox, traces: Traces) -> None:
     outbox = await make(traces.telemetry(), settings=Settings(shutdown_timeout=timedelta(0)))
-    begun = asyncio.Event()
+    started = asyncio.Event()
 
     @outbox.handler(Placed, name="pay")
     async def pay(envelope: OfPlaced) -> None:
-        begun.set()
+        started.set()
         await asyncio.Event().wait()
 
     await outbox.execute(PlaceOrder(1))
     async with outbox.running():
-        await begun.wait()
+        await started.wait()
 
     process = traces.one("process Placed")
     assert (attributes(process)["outboxio.outcome"], process.status.status_code) == ("cut_short", StatusCode.UNSET)
 
 
-async def test_a_batch_says_the_worst_outcome_of_its_rows(make: MakeOutbox, traces: Traces) -> None:
+async def test_a_batch_has_the_worst_outcome_of_its_rows(make: MakeOutbox, traces: Traces) -> None:
     outbox = await make(traces.telemetry())
 
     @outbox.handler(Placed, name="pay", batch=Batch(size=10))
@@ -464,9 +454,7 @@ async def test_a_batch_says_the_worst_outcome_of_its_rows(make: MakeOutbox, trac
 # --- headers ---------------------------------------------------------------------------------------
 
 
-async def test_several_types_of_an_action_are_one_span_with_the_name_of_the_namespace(
-    make: MakeOutbox, traces: Traces
-) -> None:
+async def test_several_types_of_an_action_are_one_span_per_namespace(make: MakeOutbox, traces: Traces) -> None:
     outbox = await make(traces.telemetry())
     async with outbox.transaction("Both") as tx:
         tx.emit(Placed(1))
@@ -485,7 +473,7 @@ async def test_an_action_without_events_writes_no_trace(make: MakeOutbox, look: 
     assert (traces.names, await headers_of_events(look)) == (["execute Nothing"], [None])
 
 
-async def test_without_a_current_span_the_trace_of_the_given_headers_goes_on(
+async def test_without_a_current_span_the_trace_of_the_headers_continues(
     make: MakeOutbox, look: Look, traces: Traces
 ) -> None:
     outbox = await make(traces.telemetry())
@@ -498,7 +486,7 @@ async def test_without_a_current_span_the_trace_of_the_given_headers_goes_on(
     assert await headers_of_events(look) == [{"tenant": "a", "traceparent": header_of(send), "tracestate": "vendor=1"}]
 
 
-async def test_the_current_span_goes_before_given_headers(make: MakeOutbox, look: Look, traces: Traces) -> None:
+async def test_the_current_span_takes_precedence_over_headers(make: MakeOutbox, look: Look, traces: Traces) -> None:
     outbox = await make(traces.telemetry())
     with traces.tracer.start_as_current_span("request") as request:
         await outbox.execute(PlaceOrder(1), headers={"traceparent": REMOTE, "tracestate": "vendor=1"})
@@ -507,7 +495,7 @@ async def test_the_current_span_goes_before_given_headers(make: MakeOutbox, look
     assert await headers_of_events(look) == [{"traceparent": header_of(traces.one("send Placed"))}]
 
 
-async def test_the_trace_of_a_request_without_a_span_goes_on(make: MakeOutbox, traces: Traces) -> None:
+async def test_the_trace_of_a_request_without_a_span_continues(make: MakeOutbox, traces: Traces) -> None:
     outbox = await make(traces.telemetry())
 
     async def application(scope: Any, receive: Any, send: Any) -> None:
@@ -520,25 +508,25 @@ async def test_the_trace_of_a_request_without_a_span_goes_on(make: MakeOutbox, t
     assert parent_of(traces.one("execute PlaceOrder")) == REMOTE_SPAN
 
 
-async def test_baggage_travels_only_if_asked_for(make: MakeOutbox, look: Look, traces: Traces) -> None:
-    heard: list[Mapping[str, object]] = []
+async def test_baggage_is_propagated_only_on_request(make: MakeOutbox, look: Look, traces: Traces) -> None:
+    seen: list[Mapping[str, object]] = []
     token = context.attach(baggage.set_baggage("tenant", "a"))
     try:
         quiet = await make(traces.telemetry())
         await quiet.execute(PlaceOrder(1))
         assert list((await headers_of_events(look))[0]) == ["traceparent"]
-        telling = await make(traces.telemetry(baggage=True))
-        await telling.execute(PlaceOrder(2))
+        propagating = await make(traces.telemetry(baggage=True))
+        await propagating.execute(PlaceOrder(2))
         assert (await headers_of_events(look))[1]["baggage"] == "tenant=a"
     finally:
         context.detach(token)
 
-    @telling.handler(Placed, name="pay")
+    @propagating.handler(Placed, name="pay")
     async def pay(envelope: OfPlaced) -> None:
-        heard.append(baggage.get_all())
+        seen.append(baggage.get_all())
 
-    await telling.drain()
-    assert heard == [{}, {"tenant": "a"}]
+    await propagating.drain()
+    assert seen == [{}, {"tenant": "a"}]
 
 
 async def test_recorded_and_bound_events_are_children_of_the_current_span(look: Look, traces: Traces) -> None:
@@ -561,14 +549,14 @@ async def test_recorded_and_bound_events_are_children_of_the_current_span(look: 
     ]
 
 
-async def test_a_writer_that_outboxio_does_not_know_asks_for_the_headers(traces: Traces) -> None:
+async def test_external_writers_can_get_the_trace_headers(traces: Traces) -> None:
     assert trace_headers() == {}
     with traces.tracer.start_as_current_span("request"):
         given = trace_headers()
     assert given == {"traceparent": header_of(traces.one("request"))}
 
 
-async def test_without_an_sdk_there_is_no_trace(make: MakeOutbox, look: Look) -> None:
+async def test_without_an_sdk_no_trace_is_written(make: MakeOutbox, look: Look) -> None:
     outbox = await make(OpenTelemetry())
     outbox.handler(Placed, name="pay")(fails_until(0, ValueError()))
     await outbox.execute(PlaceOrder(1))
@@ -595,9 +583,7 @@ async def test_a_received_message_continues_the_trace_of_its_headers(make: MakeO
     assert second.status.status_code is StatusCode.UNSET
 
 
-async def test_a_consumed_message_is_a_child_of_the_consumers_span_or_of_its_headers(
-    make: MakeOutbox, traces: Traces
-) -> None:
+async def test_a_consumed_message_is_a_child_of_its_consumer_or_headers(make: MakeOutbox, traces: Traces) -> None:
     outbox = await make(traces.telemetry())
 
     @outbox.handler(Placed, name="pay")
@@ -625,7 +611,7 @@ async def test_a_consumed_message_is_a_child_of_the_consumers_span_or_of_its_hea
 
 
 @pytest.mark.parametrize("delivery", ["at_least_once", "transactional"])
-async def test_a_consumed_message_whose_handler_fails_says_so(make: MakeOutbox, traces: Traces, delivery: Any) -> None:
+async def test_a_consumed_message_has_the_error_of_its_handler(make: MakeOutbox, traces: Traces, delivery: Any) -> None:
     outbox = await make(traces.telemetry())
     outbox.handler(Placed, name="pay", delivery=delivery)(fails_until(9, ValueError()))
     message: Any = {"source": "s", "external_id": "1", "event": Placed(1), "headers": {"traceparent": REMOTE}}
@@ -637,12 +623,10 @@ async def test_a_consumed_message_whose_handler_fails_says_so(make: MakeOutbox, 
     assert run.status.status_code is StatusCode.ERROR
 
 
-# --- the seam --------------------------------------------------------------------------------------
+# --- the telemetry interface -----------------------------------------------------------------------
 
 
-async def test_rounds_have_spans_only_if_asked_for_and_only_if_they_did_something(
-    make: MakeOutbox, traces: Traces
-) -> None:
+async def test_rounds_that_did_something_have_spans_on_request(make: MakeOutbox, traces: Traces) -> None:
     outbox = await make(traces.telemetry(internals=True))
     outbox.handler(Placed, name="pay")(fails_until(0, ValueError()))
     async with outbox.running():
@@ -654,7 +638,7 @@ async def test_rounds_have_spans_only_if_asked_for_and_only_if_they_did_somethin
     assert traces.named("purge") == []
 
 
-async def test_several_telemetries_are_told_of_everything(make: MakeOutbox, look: Look, traces: Traces) -> None:
+async def test_several_telemetries_are_notified_of_everything(make: MakeOutbox, look: Look, traces: Traces) -> None:
     class Counting(Telemetry):
         def __init__(self) -> None:
             self.failed: list[str] = []
@@ -719,7 +703,7 @@ class BrokenCall(Call):
 
 
 @pytest.mark.parametrize("fails", ["call", "enter", "exit", "ended", "failed"])
-async def test_telemetry_that_fails_changes_no_outcome(
+async def test_failing_telemetry_changes_no_outcome(
     make: MakeOutbox, fails: str, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class OfShard(Telemetry):
@@ -738,13 +722,13 @@ async def test_telemetry_that_fails_changes_no_outcome(
 
     assert (drained.succeeded, drained.dead) == (2, 1)
     assert "no tracer" in caplog.text + capsys.readouterr().err
-    told = [record for record in caplog.records if record.message.startswith("telemetry failed, and the run goes on")]
-    assert all(vars(record)["outboxio_handler"] in ("good", "bad", "batch") for record in told)
-    assert bool(told) == (fails != "failed")
+    logged = [record for record in caplog.records if record.message.startswith("telemetry failed; the run continues")]
+    assert all(vars(record)["outboxio_handler"] in ("good", "bad", "batch") for record in logged)
+    assert bool(logged) == (fails != "failed")
 
 
 @pytest.mark.parametrize("headers", ["[1]", "7", '"text"', '"{\\"traceparent\\":7}"'])
-async def test_headers_that_are_no_object_are_no_trace(
+async def test_headers_that_are_not_an_object_are_no_trace(
     make: MakeOutbox, look: Look, traces: Traces, headers: str
 ) -> None:
     outbox = await make(traces.telemetry(trace_unsampled=True))
@@ -762,7 +746,7 @@ async def test_headers_that_are_no_object_are_no_trace(
 
 
 @pytest.mark.parametrize("given", [object(), "opentelemetry", [object()], OpenTelemetry])
-def test_a_value_that_is_no_telemetry_is_refused(given: Any) -> None:
+def test_a_value_that_is_not_telemetry_is_refused(given: Any) -> None:
     with pytest.raises(ConfigurationError, match="expected an object of a subclass of outboxio"):
         Outbox("sqlite://", namespace="app", telemetry=given)
 
@@ -773,7 +757,7 @@ def test_an_unknown_propagation_is_refused() -> None:
         OpenTelemetry(propagation=unknown)
 
 
-def test_nothing_of_opentelemetry_is_imported_without_telemetry() -> None:
+def test_opentelemetry_is_not_imported_without_telemetry() -> None:
     program = (
         "import sys, outboxio; outboxio.Outbox('sqlite://', namespace='a'); sys.exit('opentelemetry' in sys.modules)"
     )

@@ -1,6 +1,6 @@
-"""Traces: an action, its events and the runs of handlers are one trace, read back from the exporter of a real SDK.
+"""Traces: an action, its events and the runs of handlers are one trace, read from the exporter of a real SDK.
 
-The rules that are the same on every database are in ``test_trace_rules.py``.
+Rules that are the same on every database are in ``test_trace_rules.py``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ async def headers_by_type(look: Look) -> dict[str, Any]:
     return {name: msgspec.json.decode(text) if isinstance(text, str) else text for name, text in rows.items()}
 
 
-async def test_one_trace_goes_from_the_request_through_handlers_of_every_delivery(
+async def test_one_trace_spans_request_and_handlers_of_every_delivery(
     make_outbox: MakeOutbox, look: Look, traces: Traces
 ) -> None:
     outbox = await make_outbox(telemetry=traces.telemetry())
@@ -47,7 +47,7 @@ async def test_one_trace_goes_from_the_request_through_handlers_of_every_deliver
         envelope.emit(Shipped(envelope.event.order))
 
     @outbox.handler(Shipped, name="tell", delivery="at_most_once")
-    async def tell(envelope: EventEnvelope[Shipped]) -> None: ...
+    async def notify(envelope: EventEnvelope[Shipped]) -> None: ...
 
     with traces.tracer.start_as_current_span("request"):
         await outbox.execute(PlaceOrder(7), headers={"tenant": "a"}, correlation_id="r-1")
@@ -65,9 +65,7 @@ async def test_one_trace_goes_from_the_request_through_handlers_of_every_deliver
     assert headers["Shipped"] == {"traceparent": header_of(traces.one("send Shipped"))}
 
 
-async def test_the_spans_have_the_attributes_of_the_conventions(
-    make_outbox: MakeOutbox, look: Look, traces: Traces
-) -> None:
+async def test_the_spans_follow_the_semantic_conventions(make_outbox: MakeOutbox, look: Look, traces: Traces) -> None:
     outbox = await make_outbox(telemetry=traces.telemetry())
 
     @outbox.handler(Placed, name="pay")
@@ -110,7 +108,7 @@ async def test_the_spans_have_the_attributes_of_the_conventions(
 
 
 @pytest.mark.parametrize("delivery", ["at_least_once", "transactional"])
-async def test_a_batch_is_one_span_with_a_link_to_each_event_and_its_events_continue_the_trace_of_the_batch(
+async def test_a_batch_is_one_span_with_a_link_per_event(
     make_outbox: MakeOutbox, traces: Traces, delivery: Any
 ) -> None:
     outbox = await make_outbox(telemetry=traces.telemetry())
@@ -133,7 +131,7 @@ async def test_a_batch_is_one_span_with_a_link_to_each_event_and_its_events_cont
     ] * 2
 
 
-async def test_an_event_that_plain_sql_has_written_with_a_traceparent_belongs_to_that_trace(
+async def test_an_event_written_by_sql_with_a_traceparent_continues_the_trace(
     make_outbox: MakeOutbox, look: Look, traces: Traces
 ) -> None:
     outbox = await make_outbox(telemetry=traces.telemetry())

@@ -1,4 +1,4 @@
-"""The rights of an action on ``tx``: outboxio alone ends the transaction."""
+"""What an action may do with ``tx``: only outboxio ends the transaction."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ async def quiet_loop() -> AsyncIterator[None]:
 
 
 def kinds(statements: list[str]) -> list[str]:
-    """The first words of statements, up to the statement that commits."""
-    words = [re.match(r"\w+", statement) for statement in statements]
-    firsts = [word[0].upper() for word in words if word is not None]
+    """The keywords of statements, up to COMMIT."""
+    matches = [re.match(r"\w+", statement) for statement in statements]
+    firsts = [keyword[0].upper() for keyword in matches if keyword is not None]
     return firsts[: firsts.index("COMMIT") + 1]
 
 
 # --- statements --------------------------------------------------------------------------------------
 
 
-async def test_execute_returns_how_many_rows_were_touched(outbox: Outbox) -> None:
+async def test_execute_returns_the_number_of_rows(outbox: Outbox) -> None:
     async with outbox.transaction("Count") as tx:
         insert = sql(tx, "INSERT INTO wallets (id, balance) VALUES ($1, $2)")
         assert [await tx.execute(insert, name, n) for n, name in enumerate("abc")] == [1, 1, 1]
@@ -61,12 +61,12 @@ async def test_execute_returns_how_many_rows_were_touched(outbox: Outbox) -> Non
 
 
 @pytest.mark.not_on("mysql", "mariadb", why="CREATE TABLE ends the transaction there")
-async def test_execute_of_a_statement_that_touches_no_rows_returns_0(outbox: Outbox, look: Look) -> None:
+async def test_execute_of_a_statement_without_rows_returns_0(outbox: Outbox, look: Look) -> None:
     async with outbox.transaction("Make") as tx:
         assert await tx.execute("CREATE TABLE made_here (id INT)") == 0
 
 
-async def test_fetched_rows_are_reached_by_index_and_by_name(outbox: Outbox) -> None:
+async def test_fetched_rows_are_read_by_index_and_by_name(outbox: Outbox) -> None:
     async with outbox.transaction("Fetch") as tx:
         await add_wallet(tx, "a", 1)
         await add_wallet(tx, "b", 2)
@@ -84,13 +84,13 @@ async def test_fetched_rows_are_reached_by_index_and_by_name(outbox: Outbox) -> 
 
 
 @pytest.mark.not_on("mysql", "mariadb", why="UPDATE answers with no rows there")
-async def test_a_statement_that_writes_may_answer_with_rows(outbox: Outbox, look: Look) -> None:
+async def test_a_writing_statement_may_return_rows(outbox: Outbox, look: Look) -> None:
     async with outbox.transaction("Fetch") as tx:
         await add_wallet(tx, "a", 1)
         assert await tx.fetchval("UPDATE wallets SET balance = 9 WHERE id = 'a' RETURNING balance") == 9
 
 
-async def test_sql_is_the_drivers_own(outbox: Outbox) -> None:
+async def test_sql_is_passed_to_the_driver_unchanged(outbox: Outbox) -> None:
     """A percent sign, a colon, a question mark in a string: the SQL is not rewritten, and doubled quotes stay."""
     async with outbox.transaction("Own") as tx:
         literal = sql(tx, "SELECT '100% :name ? $1 ''quoted''' WHERE $1 = 1")
@@ -132,20 +132,18 @@ async def test_all_events_are_written_in_one_statement_just_before_commit(outbox
 
 
 @needs_asyncpg
-async def test_a_sentinel_is_written_by_one_statement_too(outbox: Outbox) -> None:
+async def test_a_sentinel_is_written_by_one_statement(outbox: Outbox) -> None:
     async def nothing(tx: Transaction) -> list[str]:
         return statements_on(tx.connection)
 
     assert kinds(await outbox.executor.execute(doing(nothing))) == ["INSERT", "COMMIT"]
 
 
-# --- ending it -------------------------------------------------------------------------------------------
+# --- ending the transaction ------------------------------------------------------------------------------
 
 
 @needs_asyncpg
-async def test_a_statement_that_would_end_the_transaction_is_refused_before_it_is_sent(
-    outbox: Outbox, look: Look
-) -> None:
+async def test_statements_that_end_the_transaction_are_refused_before_sending(outbox: Outbox, look: Look) -> None:
     async def end(tx: Transaction) -> list[str]:
         await add_wallet(tx)
         tx.emit(WalletOpened(uuid4()))
@@ -158,13 +156,13 @@ async def test_a_statement_that_would_end_the_transaction_is_refused_before_it_i
 
     statements = await outbox.executor.execute(doing(end))
 
-    # Refused, and no harm done: the action goes on and commits.
+    # The refusal does no harm: the action continues and commits.
     assert kinds(statements) == ["INSERT", "COMMIT"]
     assert await balances(look) == [0]
     assert len(await written(look)) == 1
 
 
-async def test_savepoints_are_the_actions_to_use(outbox: Outbox, look: Look) -> None:
+async def test_an_action_may_use_savepoints(outbox: Outbox, look: Look) -> None:
     async with outbox.transaction("Savepoints") as tx:
         await add_wallet(tx, "kept", 1)
         await tx.execute("SAVEPOINT part")
@@ -181,9 +179,7 @@ async def test_savepoints_are_the_actions_to_use(outbox: Outbox, look: Look) -> 
     assert len(await written(look)) == 1
 
 
-async def test_a_commit_behind_the_back_of_tx_is_an_error_that_says_so(
-    outbox: Outbox, look: Look, database_url: str
-) -> None:
+async def test_a_commit_on_the_raw_connection_is_an_error(outbox: Outbox, look: Look, database_url: str) -> None:
     for emits in (True, False):
 
         async def commit(tx: Transaction, emits: bool = emits) -> None:
@@ -191,7 +187,7 @@ async def test_a_commit_behind_the_back_of_tx_is_an_error_that_says_so(
                 tx.emit(WalletOpened(uuid4()))
             await directly(tx, "COMMIT")
 
-        # An engine on MySQL has no autocommit, so that only the savepoint tells, at the end.
+        # An engine on MySQL has no autocommit, so only the savepoint reveals it, at the end.
         by = r"(tx\.connection|an earlier statement)" if BY_ENGINE else r"tx\.connection"
         with pytest.raises(TransactionEnded, match=rf"{by}.* ends the transaction of Scripted"):
             await outbox.executor.execute(doing(commit))
@@ -203,22 +199,20 @@ async def test_a_commit_behind_the_back_of_tx_is_an_error_that_says_so(
     assert await balances(look) == [0]
 
 
-async def test_nothing_is_run_outside_of_a_transaction_that_was_ended_behind_its_back(
-    outbox: Outbox, look: Look
-) -> None:
+async def test_nothing_runs_outside_a_transaction_ended_on_the_raw_connection(outbox: Outbox, look: Look) -> None:
     for ending in ("COMMIT", "ROLLBACK"):
 
-        async def go_on(tx: Transaction, ending: str = ending) -> None:
+        async def run_more(tx: Transaction, ending: str = ending) -> None:
             await directly(tx, ending)
             await add_wallet(tx)
 
         with pytest.raises(TransactionEnded):
-            await outbox.executor.execute(doing(go_on))
+            await outbox.executor.execute(doing(run_more))
         assert await balances(look) == []
         assert await written(look) == []
 
 
-async def test_swallowing_a_failed_statement_commits_all_of_the_rest_or_nothing(outbox: Outbox, look: Look) -> None:
+async def test_a_swallowed_statement_error_commits_everything_else_or_nothing(outbox: Outbox, look: Look) -> None:
     async def swallow(tx: Transaction) -> None:
         await add_wallet(tx, "a")
         with pytest.raises(Exception, match=r"(?i)unique|duplicate"):
@@ -234,10 +228,10 @@ async def test_swallowing_a_failed_statement_commits_all_of_the_rest_or_nothing(
 
 
 @pytest.mark.parametrize("record_empty_actions", [True, False])
-async def test_a_transaction_that_a_failed_statement_has_doomed_is_no_success(
+async def test_a_transaction_aborted_by_a_failed_statement_is_not_a_success(
     make_outbox: MakeOutbox, look: Look, record_empty_actions: bool
 ) -> None:
-    """PostgreSQL answers COMMIT with ROLLBACK there, and no error."""
+    """PostgreSQL responds to COMMIT with ROLLBACK there, and no error."""
     outbox = await make_outbox(settings=Settings(record_empty_actions=record_empty_actions))
     await look.fetch("CREATE TABLE own (id INT PRIMARY KEY)")
 
@@ -279,14 +273,14 @@ async def test_tx_cannot_be_used_after_its_action_ended(outbox: Outbox, look: Lo
     with pytest.raises(LookupError):
         await outbox.executor.execute(doing(keep))
     before = await written(look)
-    says = "the transaction of Scripted has ended; use tx only inside perform"
+    message = "the transaction of Scripted has ended; use tx only inside perform"
     for tx in kept:
         for use in uses(tx):
-            with pytest.raises(TransactionClosed, match=says):
+            with pytest.raises(TransactionClosed, match=message):
                 await use()
-        with pytest.raises(TransactionClosed, match=says):
+        with pytest.raises(TransactionClosed, match=message):
             tx.emit(WalletOpened(uuid4()))
-        with pytest.raises(TransactionClosed, match=says):
+        with pytest.raises(TransactionClosed, match=message):
             _ = tx.connection
         assert tx.is_closed
     assert await written(look) == before
@@ -302,7 +296,7 @@ async def test_tx_cannot_be_used_by_two_tasks_at_once(outbox: Outbox, look: Look
     assert await written(look) == []
 
 
-async def test_tasks_may_take_turns_with_tx(outbox: Outbox, look: Look) -> None:
+async def test_tasks_may_use_tx_one_after_another(outbox: Outbox, look: Look) -> None:
     async def turns(tx: Transaction) -> None:
         for name in "abc":
             await asyncio.create_task(add_wallet(tx, name))
@@ -312,10 +306,10 @@ async def test_tasks_may_take_turns_with_tx(outbox: Outbox, look: Look) -> None:
     assert await balances(look) == [0, 0, 0]
 
 
-async def test_the_drivers_connection_is_not_given_while_a_statement_is_under_way(outbox: Outbox, look: Look) -> None:
+async def test_the_drivers_connection_is_refused_during_a_statement(outbox: Outbox, look: Look) -> None:
     async def both(tx: Transaction) -> None:
         running = asyncio.create_task(add_wallet(tx, "a"))
-        await asyncio.sleep(0)  # it begins
+        await asyncio.sleep(0)  # it starts
         with pytest.raises(ConcurrentUse):
             _ = tx.connection
         await running
@@ -325,18 +319,16 @@ async def test_the_drivers_connection_is_not_given_while_a_statement_is_under_wa
     assert await balances(look) == [0]
 
 
-async def test_an_action_cannot_end_while_a_statement_is_under_way(
-    outbox: Outbox, look: Look, database_url: str
-) -> None:
-    left: list[asyncio.Task[None]] = []
+async def test_an_action_cannot_end_during_a_statement(outbox: Outbox, look: Look, database_url: str) -> None:
+    abandoned: list[asyncio.Task[None]] = []
 
-    async def leave_one(tx: Transaction) -> None:
-        left.append(asyncio.create_task(add_wallet(tx)))
-        await asyncio.sleep(0)  # it begins
+    async def abandon_task(tx: Transaction) -> None:
+        abandoned.append(asyncio.create_task(add_wallet(tx)))
+        await asyncio.sleep(0)  # it starts
 
     with pytest.raises(ConcurrentUse):
-        await outbox.executor.execute(doing(leave_one))
-    await asyncio.gather(*left, return_exceptions=True)
+        await outbox.executor.execute(doing(abandon_task))
+    await asyncio.gather(*abandoned, return_exceptions=True)
 
     assert await balances(look) == []
     assert await written(look) == []
@@ -347,7 +339,7 @@ async def test_an_action_cannot_end_while_a_statement_is_under_way(
 
 
 @needs_own_pool
-async def test_what_an_action_sets_for_its_session_does_not_outlive_it(postgres_url: str) -> None:
+async def test_session_settings_of_an_action_do_not_outlive_it(postgres_url: str) -> None:
     """COMMIT carries the pool's own reset of the connection; ROLLBACK leaves the reset to the pool."""
 
     async def setting(tx: Transaction) -> tuple[int, str, bool, int]:
@@ -375,7 +367,7 @@ async def test_what_an_action_sets_for_its_session_does_not_outlive_it(postgres_
 
 
 @pytest.mark.above_statements
-async def test_a_transaction_without_async_with_says_so(outbox: Outbox) -> None:
+async def test_a_transaction_without_async_with_is_refused(outbox: Outbox) -> None:
     tx: Any = outbox.transaction("CloseWallet")
 
     with pytest.raises(AttributeError, match=r"write `async with outbox.transaction\(...\) as tx:`, and tx.emit in"):

@@ -1,4 +1,4 @@
-"""Transactions are few: beside a slow handler or hook, the next one that needs a transaction begins at once."""
+"""Transactions are scarce: slow handlers and hooks do not delay others that need one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from uuid import uuid4
 import pytest
 
 from outboxio import Event, EventEnvelope, HandlerFailed, Outbox, RetryPolicy, Settings, Unprocessable
-from outboxio.model.notification import BEGINNING
+from outboxio.model.notification import FIRST_POSITION
 from tests.kit.app import Journal, MoneyDeposited, WalletOpened, eventually
 from tests.kit.inside import database_of, run_of
 from tests.kit.marks import needs_many_writers
@@ -39,11 +39,11 @@ async def slow_down(outbox: Outbox, number: int) -> None:
             tx.emit(Slow(each))
 
 
-def hears(journal: Journal) -> Callable[[Envelope, HandlerFailed], Awaitable[None]]:
-    async def hear(envelope: Envelope, error: HandlerFailed) -> None:
+def hook_to(journal: Journal) -> Callable[[Envelope, HandlerFailed], Awaitable[None]]:
+    async def hook(envelope: Envelope, error: HandlerFailed) -> None:
         await journal(envelope)
 
-    return hear
+    return hook
 
 
 def refuses() -> Journal:
@@ -51,18 +51,18 @@ def refuses() -> Journal:
 
 
 @needs_many_writers
-async def test_slow_runs_hold_up_no_other_transactional_handler_and_no_hook(outbox: Outbox) -> None:
-    slow, quick, plain, told = Gate(), Journal(), Journal(), Journal()
+async def test_slow_runs_delay_no_other_transactional_handler_or_hook(outbox: Outbox) -> None:
+    slow, quick, plain, notified = Gate(), Journal(), Journal(), Journal()
     outbox.handler(Slow, name="slow", delivery="transactional")(slow)
     outbox.handler(WalletOpened, name="quick", delivery="transactional")(quick)
     outbox.handler(WalletOpened, name="plain")(plain)
-    outbox.handler(WalletOpened, name="refuses", on_dead=hears(told))(refuses())
+    outbox.handler(WalletOpened, name="refuses", on_dead=hook_to(notified))(refuses())
 
     async with outbox.running():
         await slow_down(outbox, 200)
         await eventually(lambda: slow.inside >= 5)
         await open_wallets(outbox, 20)
-        for journal in (quick, plain, told):
+        for journal in (quick, plain, notified):
             await journal.calls(20)
         slow.open()
         await eventually(lambda: counters(outbox).succeeded == 240)
@@ -70,7 +70,7 @@ async def test_slow_runs_hold_up_no_other_transactional_handler_and_no_hook(outb
 
 @needs_many_writers
 @pytest.mark.parametrize(("others", "expected"), [(0, 1.0), (1, 0.8), (30, 0.5)])
-async def test_a_handler_has_what_nobody_else_has_claimed(outbox: Outbox, others: int, expected: float) -> None:
+async def test_a_handler_may_use_all_unclaimed_transactions(outbox: Outbox, others: int, expected: float) -> None:
     gate = Gate()
     outbox.handler(Slow, name="busy", delivery="transactional")(gate)
     for number in range(others):
@@ -80,7 +80,7 @@ async def test_a_handler_has_what_nobody_else_has_claimed(outbox: Outbox, others
     async with outbox.running():
         await slow_down(outbox, 50)
         await eventually(lambda: gate.inside == most)
-        await open_wallets(outbox, others)  # whatever ends now is no reason to let it have more
+        await open_wallets(outbox, others)  # runs that end now do not raise its share
         await eventually(lambda: counters(outbox).succeeded == others * others)
         assert gate.most == most
         gate.open()
@@ -88,17 +88,17 @@ async def test_a_handler_has_what_nobody_else_has_claimed(outbox: Outbox, others
 
 
 @needs_many_writers
-async def test_slow_hooks_hold_up_neither_handlers_nor_the_hooks_of_others(outbox: Outbox) -> None:
-    slow, told, quick, journal = Gate(), Journal(), Journal(), Journal()
+async def test_slow_hooks_delay_neither_handlers_nor_other_hooks(outbox: Outbox) -> None:
+    slow, notified, quick, journal = Gate(), Journal(), Journal(), Journal()
 
     async def handle(envelope: Envelope) -> None:
         await journal(envelope)
         if isinstance(envelope.event, Slow):
             raise Unprocessable("no")
 
-    outbox.handler(Slow, WalletOpened, name="dies", on_dead=hears(slow), concurrency=1)(handle)
+    outbox.handler(Slow, WalletOpened, name="dies", on_dead=hook_to(slow), concurrency=1)(handle)
     outbox.handler(WalletOpened, name="quick", delivery="transactional")(quick)
-    outbox.handler(WalletOpened, name="refuses", on_dead=hears(told))(refuses())
+    outbox.handler(WalletOpened, name="refuses", on_dead=hook_to(notified))(refuses())
 
     async with outbox.running():
         await slow_down(outbox, 30)
@@ -107,20 +107,20 @@ async def test_slow_hooks_hold_up_neither_handlers_nor_the_hooks_of_others(outbo
         await open_wallets(outbox, 30)
         await journal.calls(60)
         await quick.calls(30)
-        await told.calls(30)
-        assert slow.most == 1, "hooks heed the concurrency of their handler"
+        await notified.calls(30)
+        assert slow.most == 1, "hooks respect the concurrency of their handler"
         slow.open()
         await eventually(lambda: counters(outbox).dead == 60)
 
 
 @needs_many_writers
-async def test_many_verdicts_that_wait_for_a_slow_hook_do_not_keep_events_from_being_read(
+async def test_outcomes_waiting_for_a_slow_hook_do_not_stop_reading(
     make_outbox: MakeOutbox,
 ) -> None:
-    """More than a handler reads ahead at first."""
+    """More than a handler initially reads ahead."""
     outbox = await make_outbox(settings=Settings(concurrency=20))
     slow, handled = Gate(), Journal(lambda envelope: Unprocessable("no") if envelope.event.amount < 300 else None)
-    outbox.handler(MoneyDeposited, name="dies", on_dead=hears(slow))(handled)
+    outbox.handler(MoneyDeposited, name="dies", on_dead=hook_to(slow))(handled)
 
     async with outbox.running():
         await deposits(outbox, 300)
@@ -134,10 +134,10 @@ async def test_many_verdicts_that_wait_for_a_slow_hook_do_not_keep_events_from_b
 
 
 @needs_many_writers
-async def test_hooks_take_up_no_slot_of_handlers(make_outbox: MakeOutbox) -> None:
+async def test_hooks_use_no_slots_of_handlers(make_outbox: MakeOutbox) -> None:
     outbox = await make_outbox(settings=Settings(concurrency=1))
     slow, quick = Gate(), Journal()
-    outbox.handler(Slow, name="dies", on_dead=hears(slow))(refuses())
+    outbox.handler(Slow, name="dies", on_dead=hook_to(slow))(refuses())
     outbox.handler(WalletOpened, name="quick")(quick)
 
     async with outbox.running():
@@ -151,18 +151,18 @@ async def test_hooks_take_up_no_slot_of_handlers(make_outbox: MakeOutbox) -> Non
 @pytest.mark.real_time("runs hold the only transaction for a while")
 @pytest.mark.parametrize("priority", [-1, 0])
 @pytest.mark.parametrize("kind", ["handler", "hook"])
-async def test_where_there_is_one_transaction_everybody_has_a_turn(
+async def test_with_one_transaction_every_handler_gets_a_turn(
     make_outbox: MakeOutbox, monkeypatch: pytest.MonkeyPatch, priority: int, kind: str
 ) -> None:
-    """A handler with a backlog of slow runs, although it has the higher priority, and a handler that comes later."""
+    """A handler with a backlog of slow runs and a higher priority, and a handler that comes later."""
     outbox = await make_outbox(settings=Settings(handling_poll_delay="20ms", fanout_poll_delay="20ms"))
     monkeypatch.setattr(type(database_of(outbox)), "handler_transactions", property(lambda self: 1))
     order: list[str] = []
-    has_begun = asyncio.Event()
+    has_started = asyncio.Event()
 
     async def slow(envelope: Envelope) -> None:
         order.append("slow")
-        has_begun.set()
+        has_started.set()
         await asyncio.sleep(0.03)
 
     async def quick(envelope: Envelope, error: Exception | None = None) -> None:
@@ -176,20 +176,20 @@ async def test_where_there_is_one_transaction_everybody_has_a_turn(
 
     await slow_down(outbox, 100)
     async with outbox.running():
-        await has_begun.wait()
+        await has_started.wait()
         await open_wallets(outbox, 1)
         await eventually(lambda: "quick" in order)
 
-    assert order.index("quick") < 60, "long before the backlog was through"
+    assert order.index("quick") < 60, "long before the backlog was processed"
 
 
 @needs_many_writers
-async def test_a_run_that_ignores_its_cancellation_keeps_its_transaction_until_it_ends(
+async def test_a_stuck_run_keeps_its_transaction_until_it_ends(
     make_outbox: MakeOutbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outbox = await make_outbox()  # by the real time: a retry is due later
     monkeypatch.setattr(type(database_of(outbox)), "handler_transactions", property(lambda self: 2))
-    let_go, quick = asyncio.Event(), Journal()
+    released, quick = asyncio.Event(), Journal()
     inside = 0
 
     # A busy machine exceeds the timeout in other runs, too: those are retried at once.
@@ -199,9 +199,9 @@ async def test_a_run_that_ignores_its_cancellation_keeps_its_transaction_until_i
     async def handle(envelope: Envelope) -> None:
         nonlocal inside
         inside += 1
-        while not let_go.is_set():
+        while not released.is_set():
             try:
-                await let_go.wait()
+                await released.wait()
             except asyncio.CancelledError:
                 continue
 
@@ -212,16 +212,16 @@ async def test_a_run_that_ignores_its_cancellation_keeps_its_transaction_until_i
         await open_wallets(outbox, 10)
         await quick.calls(10)
         assert inside == 1, "the other transaction is for others"
-        let_go.set()
+        released.set()
         await eventually(lambda: inside > 1)
         await eventually(lambda: counters(outbox).succeeded == 15)
 
 
 @needs_many_writers
-async def test_a_row_of_a_stuck_run_runs_again_soon_where_sweeps_are_slow(
+async def test_a_row_of_a_stuck_run_runs_again_without_a_sweep(
     make_outbox: MakeOutbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A sweep has left the row out while the run was stuck, and the next sweep may not begin by itself."""
+    """A sweep skipped the row while the run was stuck, and the next sweep may not start by itself."""
     outbox = await make_outbox()  # by the real time: the scan position moves on
     stuck = Gate()
 
@@ -240,7 +240,7 @@ async def test_a_row_of_a_stuck_run_runs_again_soon_where_sweeps_are_slow(
 
         def has_moved_on() -> bool:
             find.set()
-            return all(cursor.scan.long_ago > BEGINNING for cursor in finder._cursors)
+            return all(cursor.scan.long_ago > FIRST_POSITION for cursor in finder._cursors)
 
         await eventually(has_moved_on)
         finder.sweep_all()
@@ -251,7 +251,7 @@ async def test_a_row_of_a_stuck_run_runs_again_soon_where_sweeps_are_slow(
 
 
 @needs_many_writers
-async def test_messages_that_are_consumed_at_once_hold_up_no_other_handlers(outbox: Outbox) -> None:
+async def test_messages_consumed_at_once_delay_no_other_handlers(outbox: Outbox) -> None:
     slow, quick = Gate(), Journal()
     outbox.handler(Slow, name="slow", delivery="transactional")(slow)
     outbox.handler(WalletOpened, name="quick", delivery="transactional")(quick)
@@ -272,7 +272,7 @@ async def test_messages_that_are_consumed_at_once_hold_up_no_other_handlers(outb
 
 @pytest.mark.slow
 @pytest.mark.real_time("runs last for a part of their time limit")
-async def test_waiting_for_a_transaction_is_not_the_time_of_a_consumed_message(
+async def test_waiting_for_a_transaction_does_not_count_for_consumed_messages(
     outbox: Outbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(type(database_of(outbox)), "handler_transactions", property(lambda self: 1))

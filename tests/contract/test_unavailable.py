@@ -1,4 +1,4 @@
-"""A service that a handler needs is away: no attempt, no row is written, and the handler rests."""
+"""A service that a handler needs is unavailable: no attempt is used, no row is written, and the circuit opens."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ ONCE = RetryPolicy(max_attempts=1)
 
 
 class Service:
-    """A service that is away for so many calls."""
+    """A service that is unavailable for this many calls."""
 
     def __init__(self, away: int, retry_in: Any = None) -> None:
         self.away = away
         self.retry_in = retry_in
         self.calls: list[list[int]] = []
         self.attempts: list[int] = []
-        self.moments: list[float] = []
+        self.times: list[float] = []
         self._lock = threading.Lock()
 
     def take(self, envelopes: list[Envelope]) -> None:
@@ -85,7 +85,9 @@ def register(outbox: Outbox, service: Service, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_run_uses_up_no_attempt_and_writes_no_row(make_outbox: MakeOutbox, look: Look, kind: str) -> None:
+async def test_an_unavailable_service_uses_no_attempt_and_writes_no_row(
+    make_outbox: MakeOutbox, look: Look, kind: str
+) -> None:
     outbox, service = await make_outbox(), Service(away=1000, retry_in="20ms")
     register(outbox, service, kind)
     for amount in range(4):
@@ -114,27 +116,27 @@ async def test_a_run_uses_up_no_attempt_and_writes_no_row(make_outbox: MakeOutbo
         assert set(service.taken[:-4]) == {0}
 
 
-async def test_rests_double_until_the_service_is_back(make_outbox: MakeOutbox) -> None:
+async def test_open_times_of_the_circuit_double_until_the_service_is_back(make_outbox: MakeOutbox) -> None:
     outbox, loop = await make_outbox(), asyncio.get_running_loop()
-    moments: list[float] = []
+    times: list[float] = []
 
     @outbox.handler(MoneyDeposited, name="mails")
     async def mails(envelope: Envelope) -> None:
-        moments.append(loop.time())
-        if len(moments) <= 4:
+        times.append(loop.time())
+        if len(times) <= 4:
             raise Unavailable("away")
 
     await outbox.execute(Emit((1,)))
     await outbox.drain()
 
-    pauses = [later - earlier for earlier, later in pairwise(moments)]
+    pauses = [later - earlier for earlier, later in pairwise(times)]
     assert len(pauses) == 4
     for pause, least in zip(pauses, (0.1, 0.2, 0.4, 0.8), strict=True):
         assert pause >= least - 0.01
 
 
-@pytest.mark.real_time("runs last long enough for others to begin beside them")
-async def test_a_single_run_tries_the_service_and_then_all_go_on(make_outbox: MakeOutbox) -> None:
+@pytest.mark.real_time("runs last long enough for others to start beside them")
+async def test_a_single_run_probes_the_service_before_all_continue(make_outbox: MakeOutbox) -> None:
     outbox = await make_outbox(settings=Settings(concurrency=8))
     now = tries = most_tries = most = calls = 0
 
@@ -145,7 +147,7 @@ async def test_a_single_run_tries_the_service_and_then_all_go_on(make_outbox: Ma
         now += 1
         most = max(most, now)
         is_away = calls <= 40
-        is_try = is_away and calls > 8  # a run of the first 8 may end late, beside the first try
+        is_try = is_away and calls > 8  # a run of the first 8 may end late, during the first probe
         tries += is_try
         most_tries = max(most_tries, tries)
         try:
@@ -163,7 +165,7 @@ async def test_a_single_run_tries_the_service_and_then_all_go_on(make_outbox: Ma
     assert calls == 100
 
 
-async def test_a_batch_returns_the_envelopes_for_which_the_service_is_away(make_outbox: MakeOutbox, look: Look) -> None:
+async def test_a_batch_returns_the_envelopes_whose_service_is_unavailable(make_outbox: MakeOutbox, look: Look) -> None:
     outbox, calls = await make_outbox(), list[list[int]]()
 
     @outbox.handler(MoneyDeposited, name="mails", batch=Batch(size=10, max_wait=0), retry=ONCE)
@@ -180,7 +182,7 @@ async def test_a_batch_returns_the_envelopes_for_which_the_service_is_away(make_
     assert await look.states() == {"SUCCEEDED": 9, "DEAD": 1}
 
 
-async def test_a_call_that_was_split_puts_all_rows_back_that_are_left(make_outbox: MakeOutbox, look: Look) -> None:
+async def test_a_split_call_puts_back_all_remaining_rows(make_outbox: MakeOutbox, look: Look) -> None:
     outbox, calls = await make_outbox(), list[list[int]]()
 
     @outbox.handler(MoneyDeposited, name="mails", batch=Batch(size=8, max_wait=0), retry=ONCE)
@@ -198,9 +200,7 @@ async def test_a_call_that_was_split_puts_all_rows_back_that_are_left(make_outbo
     assert await look.states() == {"SUCCEEDED": 8}
 
 
-async def test_a_run_that_may_not_begin_again_ends_dead_and_the_handler_rests(
-    make_outbox: MakeOutbox, look: Look
-) -> None:
+async def test_an_at_most_once_run_ends_dead_and_opens_the_circuit(make_outbox: MakeOutbox, look: Look) -> None:
     outbox, service = await make_outbox(settings=Settings(concurrency=1)), Service(away=1)
     outbox.handler(MoneyDeposited, name="mails", delivery="at_most_once")(lambda envelope: service.take([envelope]))
 
@@ -211,9 +211,7 @@ async def test_a_run_that_may_not_begin_again_ends_dead_and_the_handler_rests(
     assert len(service.calls) == 3
 
 
-async def test_handlers_beside_a_resting_handler_go_on_and_a_leaving_process_does_not_wait(
-    make_outbox: MakeOutbox, look: Look
-) -> None:
+async def test_an_open_circuit_delays_neither_other_handlers_nor_leaving(make_outbox: MakeOutbox, look: Look) -> None:
     outbox, service, others = await make_outbox(), Service(away=1000, retry_in="1h"), list[int]()
 
     @outbox.handler(MoneyDeposited, name="mails")
@@ -240,7 +238,7 @@ async def test_handlers_beside_a_resting_handler_go_on_and_a_leaving_process_doe
     assert (await outbox.drain()).succeeded == 49
 
 
-async def test_a_paused_handler_gives_its_rows_back_while_it_rests(make_outbox: MakeOutbox) -> None:
+async def test_pausing_a_handler_with_an_open_circuit_returns_its_rows(make_outbox: MakeOutbox) -> None:
     outbox, service = await make_outbox(settings=Settings(handling_poll_delay="50ms")), Service(1000, retry_in="50ms")
     register(outbox, service, "single")
     await outbox.execute(Emit((1, 2)))
@@ -274,6 +272,6 @@ async def test_a_consumed_message_is_handled_later_without_an_attempt(make_outbo
 
 
 @pytest.mark.parametrize("wrong", [0, -1, "soon", timedelta(0)])
-def test_a_pause_is_a_duration_longer_than_zero(wrong: Any) -> None:
+def test_a_retry_time_is_a_duration_longer_than_zero(wrong: Any) -> None:
     with pytest.raises(InvalidRetryAfter, match=r"Unavailable\(retry_in="):
         Unavailable("away", retry_in=wrong)

@@ -1,4 +1,4 @@
-"""An event that cannot be decoded is tried three times within a few minutes, for a deployment may fix it; then DEAD."""
+"""An undecodable event is attempted three times within minutes, as a deployment may fix it; then it is DEAD."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Written(Event, type_name="Paid"):
 
 
 class Deployed(Event, type_name="Paid"):
-    """The class of the handlers, which does not fit."""
+    """The class of the handlers, which does not match."""
 
     number: int
     amount: int
@@ -59,7 +59,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def deploy(outbox: Outbox, cls: type[Event]) -> dict[str, list[int]]:
-    """Register a handler of every kind; the numbers of the events that each handler gets."""
+    """Register a handler of every kind; return the numbers of the events that each receives."""
     seen: dict[str, list[int]] = {name: [] for name in KINDS}
 
     def register(name: str, options: dict[str, Any]) -> None:
@@ -111,7 +111,7 @@ async def test_an_undecodable_event_is_dead_after_three_attempts(make_outbox: Ma
         assert str(row.errors[-1]["message"]) == "Expected `int`, got `str` - at `$.amount`"
 
 
-async def test_a_deployment_within_the_minutes_saves_the_event(make_outbox: MakeOutbox, clock: MovableClock) -> None:
+async def test_a_deployment_in_time_saves_the_event(make_outbox: MakeOutbox, clock: MovableClock) -> None:
     writer = await make_outbox(clock=clock)
     await write(writer, 1, 2)
     broken = await make_outbox(clock=clock)
@@ -159,7 +159,7 @@ async def test_an_undecodable_event_parks_only_its_key(make_outbox: MakeOutbox, 
     assert {"new_dead", "parked_keys"} <= {finding.rule for finding in (await outbox.admin.overview()).findings}
 
 
-async def test_earlier_failures_of_the_handler_take_no_attempt_to_decode(
+async def test_earlier_failures_use_no_attempt_to_decode(
     make_outbox: MakeOutbox, clock: MovableClock, look: Look
 ) -> None:
     outbox = await make_outbox(clock=clock)
@@ -200,7 +200,7 @@ def deploy_one(outbox: Outbox, cls: type[Any] = Deployed, **options: Any) -> Non
         (RetryPolicy(backoff=lambda attempts, error: timedelta()), 3),
     ],
 )
-async def test_fewer_attempts_of_a_policy_apply(
+async def test_a_policy_with_fewer_attempts_applies(
     make_outbox: MakeOutbox, clock: MovableClock, policy: RetryPolicy, attempts: int
 ) -> None:
     writer = await make_outbox(clock=clock)
@@ -214,7 +214,7 @@ async def test_fewer_attempts_of_a_policy_apply(
         assert (await states(outbox))["ledger"] == {("DEAD" if made == attempts else "FAILED", made)}
 
 
-async def test_an_upcaster_that_fails_is_an_undecodable_event(make_outbox: MakeOutbox, clock: MovableClock) -> None:
+async def test_a_failing_upcaster_makes_an_event_undecodable(make_outbox: MakeOutbox, clock: MovableClock) -> None:
     writer = await make_outbox(clock=clock)
     await write(writer, 1)
     outbox = await make_outbox(clock=clock)
@@ -229,7 +229,7 @@ async def test_an_upcaster_that_fails_is_an_undecodable_event(make_outbox: MakeO
     assert "with_cents' from version 1 raised KeyError" in str(row.errors[-1]["message"])
 
 
-async def test_a_stored_message_that_cannot_be_decoded_is_dead_after_three_attempts(
+async def test_an_undecodable_stored_message_is_dead_after_three_attempts(
     make_outbox: MakeOutbox, clock: MovableClock
 ) -> None:
     outbox = await make_outbox(clock=clock)
@@ -249,7 +249,7 @@ async def test_a_stored_message_that_cannot_be_decoded_is_dead_after_three_attem
 
 
 @pytest.mark.parametrize(("error", "state"), [(Unprocessable("never"), "DEAD"), (RetryAfter("9m"), "FAILED")])
-async def test_an_error_that_says_what_follows_keeps_its_meaning(
+async def test_an_error_with_a_defined_outcome_keeps_it(
     make_outbox: MakeOutbox, clock: MovableClock, error: Exception, state: str
 ) -> None:
     writer = await make_outbox(clock=clock)
@@ -270,9 +270,7 @@ async def test_an_error_that_says_what_follows_keeps_its_meaning(
     assert (await states(outbox))["ledger"] == {(state, 1)}
 
 
-async def test_a_retry_by_an_operator_begins_with_three_new_attempts(
-    make_outbox: MakeOutbox, clock: MovableClock
-) -> None:
+async def test_an_operators_retry_gives_three_new_attempts(make_outbox: MakeOutbox, clock: MovableClock) -> None:
     writer = await make_outbox(clock=clock)
     await write(writer, 1)
     outbox = await make_outbox(clock=clock)

@@ -13,8 +13,8 @@ from outboxio import Action, Event, EventEnvelope, InvalidEvent, Outbox, Setting
 from tests.kit.app import Look
 from tests.kit.probes import MakeOutbox, open_transaction
 
-NULL: Any = None  # what an id of the database's is before it is flushed
-REFUSED = r"^event OrderPlaced: its fields are not of their types: Expected `uuid`, got `None` - at `\$\.order_id`$"
+NULL: Any = None  # the value of a database-generated id before the flush
+REFUSED = r"^event OrderPlaced: its fields do not match their types: Expected `uuid`, got `None` - at `\$\.order_id`$"
 
 
 class Started(Event):
@@ -31,14 +31,14 @@ class PlaceOrder(Action):
         tx.emit(OrderPlaced(NULL))
 
 
-async def test_an_action_that_emits_what_no_handler_could_read_writes_nothing(outbox: Outbox, look: Look) -> None:
+async def test_an_action_that_emits_an_undecodable_event_writes_nothing(outbox: Outbox, look: Look) -> None:
     with pytest.raises(InvalidEvent, match=REFUSED):
         await outbox.executor.execute(PlaceOrder())
 
     assert await look.events() == []
 
 
-async def test_record_refuses_what_no_handler_could_read(outbox: Outbox, look: Look) -> None:
+async def test_record_refuses_an_undecodable_event(outbox: Outbox, look: Look) -> None:
     if look.is_file:
         with sqlite3.connect(urlsplit(look.url).path[1:], isolation_level=None) as connection:
             connection.execute("BEGIN")
@@ -54,7 +54,7 @@ async def test_record_refuses_what_no_handler_could_read(outbox: Outbox, look: L
     assert await look.events() == []
 
 
-async def test_the_inbox_refuses_an_event_that_no_handler_could_read(outbox: Outbox, look: Look) -> None:
+async def test_the_inbox_refuses_an_undecodable_event(outbox: Outbox, look: Look) -> None:
     with pytest.raises(InvalidEvent, match=REFUSED):
         await outbox.inbox.receive(source="shop", external_id="1", event=OrderPlaced(NULL))
 
@@ -62,9 +62,7 @@ async def test_the_inbox_refuses_an_event_that_no_handler_could_read(outbox: Out
 
 
 @pytest.mark.parametrize("delivery", ["at_least_once", "transactional"])
-async def test_a_handler_that_emits_what_no_handler_could_read_has_failed(
-    outbox: Outbox, look: Look, delivery: Any
-) -> None:
+async def test_a_handler_that_emits_an_undecodable_event_fails(outbox: Outbox, look: Look, delivery: Any) -> None:
     @outbox.handler(Started, name="first", delivery=delivery)
     async def first(envelope: EventEnvelope[Started]) -> None:
         envelope.emit(OrderPlaced(NULL))
@@ -75,14 +73,12 @@ async def test_a_handler_that_emits_what_no_handler_could_read_has_failed(
 
     (record,) = await outbox.admin.list()
     assert record.errors[-1]["message"] == (
-        "event OrderPlaced: its fields are not of their types: Expected `uuid`, got `None` - at `$.order_id`"
+        "event OrderPlaced: its fields do not match their types: Expected `uuid`, got `None` - at `$.order_id`"
     )
     assert [row["event_type"] for row in await look.events()] == ["Started"]
 
 
-async def test_without_validation_the_event_is_written_and_its_handlers_fail(
-    make_outbox: MakeOutbox, look: Look
-) -> None:
+async def test_without_validation_events_are_written_and_handlers_fail(make_outbox: MakeOutbox, look: Look) -> None:
     outbox = await make_outbox(settings=Settings(validate_events=False))
 
     @outbox.handler(OrderPlaced, name="first")

@@ -1,6 +1,6 @@
-"""Stored values come back unchanged: moments, texts of any alphabet, similar names. On every database.
+"""Stored values are read back unchanged: timestamps, texts in any alphabet, similar names. On every database.
 
-A value that a database cannot store is refused in words; see ``test_bad_input.py``.
+A value that a database cannot store is refused with a clear error; see ``test_bad_input.py``.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from tests.kit.probes import MakeOutbox, written
 
 MICROSECOND = timedelta(microseconds=1)
 
-#: A name as long as a column takes it, of characters with four bytes each.
+#: A name of the maximum length, of characters with four bytes each.
 LONGEST = "\N{GRINNING FACE}" * 254
 PAIR = (f"{LONGEST}\N{GRINNING FACE}", f"{LONGEST}\N{PILE OF POO}")
 
 LOOK_ALIKES = ("evt_aB", "EVT_ab", "evt_àb", "evt_aB ")
 
-#: What has a meaning in SQL, in LIKE, in JSON, in drivers, or on its way through any of them.
+#: Texts with a meaning in SQL, in LIKE, in JSON, or in a driver.
 TRICKY = (
     r"back\slash \\ \n \' \" \0 \u0000",
     "it's 'quoted' \"twice\" `thrice` -- ; /* */ #",
@@ -52,52 +52,52 @@ def stores_nul(outbox: Outbox) -> bool:
     return outbox.executor.shard(None).database.stores_nul
 
 
-# --- moments -------------------------------------------------------------------------------------
+# --- times ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("microsecond", [999_999, 1, 0])
-async def test_moments_keep_their_microseconds(
+async def test_timestamps_keep_their_microseconds(
     outbox: Outbox, clock: MovableClock, look: Look, microsecond: int
 ) -> None:
-    began = datetime(2030, 1, 1, 23, 59, 59, microsecond)
-    available, again = began + timedelta(seconds=1), began + timedelta(minutes=3)
+    started = datetime(2030, 1, 1, 23, 59, 59, microsecond)
+    available, again = started + timedelta(seconds=1), started + timedelta(minutes=3)
     journal = Journal(lambda envelope: RetryAfter(at=again))
     outbox.handler(Noted, name="noted")(journal)
-    clock.set(began)
+    clock.set(started)
     async with outbox.transaction("Note") as tx:
         tx.emit(Noted(""), available_at=available)
     clock.set(available)
     await outbox.drain()
 
     [row] = await written(look)
-    assert [row[column] for column in ("started_date", "completion_date", "event_date")] == [began] * 3
+    assert [row[column] for column in ("started_date", "completion_date", "event_date")] == [started] * 3
     assert row["available_at"] == available
     [envelope] = journal.envelopes
-    assert (envelope.event_date, envelope.started_date, envelope.completion_date) == (began,) * 3
+    assert (envelope.event_date, envelope.started_date, envelope.completion_date) == (started,) * 3
     [record] = await outbox.admin.list()
     assert (record.created_date, record.retention_from, record.next_retry_at) == (available, available, again)
     assert record.updated_date == available
 
 
 @pytest.mark.parametrize("microsecond", [999_999, 1, 0])
-async def test_a_delayed_event_is_due_at_its_moment_and_not_a_microsecond_before(
+async def test_a_delayed_event_is_due_exactly_at_its_time(
     outbox: Outbox, clock: MovableClock, microsecond: int
 ) -> None:
-    moment = datetime(2031, 6, 30, 23, 59, 59, microsecond)
+    time = datetime(2031, 6, 30, 23, 59, 59, microsecond)
     journal = Journal()
     outbox.handler(Noted, name="noted")(journal)
     async with outbox.transaction("Note") as tx:
-        tx.emit(Noted(""), available_at=moment)
-    clock.set(moment - MICROSECOND)
+        tx.emit(Noted(""), available_at=time)
+    clock.set(time - MICROSECOND)
     await outbox.drain()
     assert len(journal) == 0
 
-    clock.set(moment)
+    clock.set(time)
     await outbox.drain()
     assert len(journal) == 1
 
 
-async def test_a_retry_is_due_at_its_moment_and_not_a_microsecond_before(outbox: Outbox, clock: MovableClock) -> None:
+async def test_a_retry_is_due_exactly_at_its_time(outbox: Outbox, clock: MovableClock) -> None:
     again = clock.now() + timedelta(seconds=5, microseconds=999_999)
     journal = Journal(lambda envelope: RetryAfter(at=again) if envelope.attempt == 1 else None)
     outbox.handler(Noted, name="noted")(journal)
@@ -113,7 +113,7 @@ async def test_a_retry_is_due_at_its_moment_and_not_a_microsecond_before(outbox:
     assert len(journal) == 2
 
 
-async def test_due_rows_a_microsecond_apart_are_handled_in_their_order(outbox: Outbox, clock: MovableClock) -> None:
+async def test_due_rows_a_microsecond_apart_are_handled_in_order(outbox: Outbox, clock: MovableClock) -> None:
     journal = Journal()
     outbox.handler(Noted, name="noted", concurrency=1)(journal)
     first = clock.now()
@@ -122,7 +122,7 @@ async def test_due_rows_a_microsecond_apart_are_handled_in_their_order(outbox: O
             tx.emit(Noted(str(number)), available_at=first + number * MICROSECOND + timedelta(seconds=1))
     clock.advance("1m")
     assert (await outbox.drain()).succeeded == 5
-    # Fan-out dates what is due already by its own clock, and then the sequence decides.
+    # Fan-out dates rows that are already due by its own clock; then the sequence decides.
     assert sorted(envelope.event.text for envelope in journal.envelopes) == ["0", "1", "2", "3", "4"]
 
 
@@ -164,7 +164,7 @@ async def test_nul_and_every_control_character_survive_inside_documents(outbox: 
     assert (record.payload, record.action_params) == ({"text": text}, {"text": text})
 
 
-async def test_a_text_of_every_kind_of_character_survives_in_one_batch_with_others(outbox: Outbox) -> None:
+async def test_texts_of_all_kinds_of_characters_survive_in_one_batch(outbox: Outbox) -> None:
     journal = Journal()
     outbox.handler(Noted, name="noted")(journal)
     async with outbox.transaction("Note") as tx:
@@ -182,7 +182,7 @@ of_every_kind = pytest.mark.parametrize("names", [PAIR, LOOK_ALIKES], ids=["long
 
 
 @of_every_kind
-async def test_handlers_whose_names_differ_in_little_get_their_own_notifications(
+async def test_handlers_with_similar_names_get_their_own_notifications(
     outbox: Outbox, look: Look, names: Names
 ) -> None:
     journals = {name: Journal(fails_as(name)) for name in names}
@@ -207,7 +207,7 @@ def fails_as(name: str) -> Callable[[EventEnvelope[Any]], BaseException]:
 
 
 @of_every_kind
-async def test_event_types_whose_names_differ_in_little_go_to_their_own_handlers(outbox: Outbox, names: Names) -> None:
+async def test_events_with_similar_type_names_go_to_their_own_handlers(outbox: Outbox, names: Names) -> None:
     classes = {name: event_class(name) for name in names}
     journals = {name: Journal() for name in names}
     for number, name in enumerate(names):
@@ -226,7 +226,7 @@ async def test_event_types_whose_names_differ_in_little_go_to_their_own_handlers
 
 
 @of_every_kind
-async def test_topics_whose_names_differ_in_little_go_to_their_own_handlers(outbox: Outbox, names: Names) -> None:
+async def test_topics_with_similar_names_go_to_their_own_handlers(outbox: Outbox, names: Names) -> None:
     journals = {name: Journal() for name in names}
     outbox.register(Noted)
     for number, (name, journal) in enumerate(journals.items()):
@@ -243,7 +243,7 @@ async def test_topics_whose_names_differ_in_little_go_to_their_own_handlers(outb
 
 
 @of_every_kind
-async def test_namespaces_whose_names_differ_in_little_know_nothing_of_each_other(
+async def test_namespaces_with_similar_names_are_independent(
     make_outbox: Callable[..., Awaitable[Outbox]], names: Names
 ) -> None:
     outboxes = [await make_outbox(name) for name in names]
@@ -260,9 +260,7 @@ async def test_namespaces_whose_names_differ_in_little_know_nothing_of_each_othe
 
 
 @of_every_kind
-async def test_keys_and_ids_that_differ_in_little_are_stored_as_they_are(
-    make_outbox: MakeOutbox, look: Look, names: Names
-) -> None:
+async def test_similar_keys_and_ids_are_stored_unchanged(make_outbox: MakeOutbox, look: Look, names: Names) -> None:
     outbox = await make_outbox()
     for name in names:
         async with outbox.transaction("Emit", correlation_id=name) as tx:
@@ -276,15 +274,15 @@ async def test_keys_and_ids_that_differ_in_little_are_stored_as_they_are(
             assert await look.value(f"SELECT count(*) FROM {{events}} WHERE {column} = $1", name) == 1
 
 
-async def test_an_action_whose_name_is_the_longest_is_stored(outbox: Outbox, look: Look) -> None:
+async def test_an_action_with_the_longest_name_is_stored(outbox: Outbox, look: Look) -> None:
     async with outbox.transaction(PAIR[0]):
         pass
     [row] = await written(look)
     assert row["action_name"] == PAIR[0]
 
 
-async def test_of_two_long_names_a_renamed_handler_takes_over_only_its_own(make_outbox: MakeOutbox) -> None:
-    """Aliases are compared as names are: the sibling that differs in its last character stays as it is."""
+async def test_a_renamed_handler_takes_over_only_its_own_rows(make_outbox: MakeOutbox) -> None:
+    """Aliases are compared like names: a sibling that differs in its last character is unchanged."""
     old = await make_outbox()
     for name in PAIR:
         old.handler(Noted, name=name)(Journal(fails_as(name)))

@@ -1,6 +1,6 @@
-"""Wake-ups of finding: a row that becomes startable in this process is found at once, never by polling alone.
+"""Wake-ups of finding: a row that becomes startable in this process is found at once, without polling.
 
-In all of these tests no loop polls, so work without a wake-up is never done.
+No loop polls in these tests, so work without a wake-up is never done.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.kit.spies import Trouble, counters, watch
 pytestmark = [pytest.mark.above_statements, pytest.mark.slow]
 
 UNPOLLED = Settings(handling_poll_delay="1h", fanout_poll_delay="1h", purge_enabled=False)
-BY_THEN_ALL_IS_QUIET = 0.6  # seconds after which no timer of what happened before wakes finding any more
+QUIET_AFTER = 0.6  # seconds after which no earlier timer wakes the finding loop any more
 Envelope = EventEnvelope[MoneyDeposited]
 
 
@@ -38,9 +38,9 @@ class Closed(Event, strict_priority=True):
 
 @asynccontextmanager
 async def unpolled(*outboxes: Outbox) -> AsyncIterator[None]:
-    """All of these outboxes run, and look for due rows only when they are woken.
+    """All of these outboxes run, and read due rows only when they are woken.
 
-    Without a wake-up an outbox looks for its first rows, and on some databases for the writes of other processes.
+    Without a wake-up an outbox reads its first rows, and on some databases the writes of other processes.
     """
     async with AsyncExitStack() as stack:
         for outbox in outboxes:
@@ -50,7 +50,7 @@ async def unpolled(*outboxes: Outbox) -> AsyncIterator[None]:
             finding._schedule._eager_for, settling._schedule._delay = lambda: 0.0, lambda: 3600.0
             for loop in (finding, settling):
                 await eventually(lambda loop=loop: loop._signal._waiter is not None)
-                loop.wake()  # the wait that was under way was a short one
+                loop.wake()  # the wait in progress was a short one
         yield
 
 
@@ -60,8 +60,8 @@ async def post(outbox: Outbox, key: object, *amounts: int) -> None:
             tx.emit(MoneyDeposited(uuid4(), Decimal(amount)), ordering_key=key, model_id=amount)
 
 
-async def looked_along(outbox: Outbox) -> None:
-    """Wait until the outbox has looked along its ordering keys, and will not do so again for a second."""
+async def queues_scanned(outbox: Outbox) -> None:
+    """Wait until the outbox has scanned its ordering keys and will not scan them again for a second."""
     stranded, loop = dispatcher_of(outbox)._gate.stranded, asyncio.get_running_loop()
     await eventually(lambda: not stranded.is_due(loop.time()))
 
@@ -70,7 +70,7 @@ async def looked_along(outbox: Outbox) -> None:
 
 
 @pytest.mark.parametrize("delivery", ["transactional", "at_least_once", "at_most_once"])
-async def test_all_events_of_a_key_are_handled_one_after_the_other(make_outbox: MakeOutbox, delivery: str) -> None:
+async def test_all_events_of_a_key_are_handled_one_after_another(make_outbox: MakeOutbox, delivery: str) -> None:
     outbox = await make_outbox(settings=UNPOLLED)
     outbox.handler(MoneyDeposited, name="ledger", ordered=True, delivery=delivery)(journal := Journal())
 
@@ -82,39 +82,39 @@ async def test_all_events_of_a_key_are_handled_one_after_the_other(make_outbox: 
 
 
 @pytest.mark.parametrize("delivery", ["transactional", "at_least_once"])
-async def test_a_key_that_goes_on_behind_a_dead_event_does_so_when_the_hook_has_heard_of_it(
+async def test_a_key_continues_after_a_dead_event_once_the_hook_returned(
     make_outbox: MakeOutbox, delivery: str
 ) -> None:
     outbox = await make_outbox(settings=UNPOLLED)
     journal = Journal(lambda envelope: Unprocessable("no") if envelope.event.amount % 2 else None)
-    told: list[int] = []
+    hook_calls: list[int] = []
 
-    async def hear(envelope: Envelope, error: HandlerFailed) -> None:
-        told.append(int(envelope.event.amount))
+    async def hook(envelope: Envelope, error: HandlerFailed) -> None:
+        hook_calls.append(int(envelope.event.amount))
 
     outbox.handler(
-        MoneyDeposited, name="ledger", ordered=True, on_dead_key="continue", on_dead=hear, delivery=delivery
+        MoneyDeposited, name="ledger", ordered=True, on_dead_key="continue", on_dead=hook, delivery=delivery
     )(journal)
 
     async with unpolled(outbox):
         await post(outbox, "ada", *range(6))
         await journal.calls(6)
-        await eventually(lambda: told == [1, 3, 5])
+        await eventually(lambda: hook_calls == [1, 3, 5])
 
     assert journal.amounts == [*range(6)]
 
 
 @pytest.mark.parametrize("delivery", ["transactional", "at_least_once"])
 @pytest.mark.parametrize("fails", [False, True])
-async def test_the_next_handler_of_a_strict_event_starts_behind_the_first_attempt(
+async def test_the_next_handler_of_a_strict_event_follows_the_first_attempt(
     make_outbox: MakeOutbox, delivery: str, fails: bool
 ) -> None:
     outbox = await make_outbox(settings=UNPOLLED)
-    began: list[tuple[str, int]] = []
+    started: list[tuple[str, int]] = []
 
     def handler(name: str) -> Any:
         async def handle(envelope: EventEnvelope[Closed]) -> None:
-            began.append((name, envelope.event.number))
+            started.append((name, envelope.event.number))
             if fails:
                 raise Unprocessable("no")
 
@@ -127,14 +127,12 @@ async def test_the_next_handler_of_a_strict_event_starts_behind_the_first_attemp
         for number in range(3):
             async with outbox.transaction("Close") as tx:
                 tx.emit(Closed(number))
-            await eventually(lambda number=number: len(began) == 3 * number + 3)
+            await eventually(lambda number=number: len(started) == 3 * number + 3)
 
-    assert began == [(name, number) for number in range(3) for name in ("first", "second", "third")]
+    assert started == [(name, number) for number in range(3) for name in ("first", "second", "third")]
 
 
-async def test_what_is_passed_over_or_too_old_holds_up_nothing_behind_it(
-    make_outbox: MakeOutbox, clock: MovableClock
-) -> None:
+async def test_skipped_and_expired_rows_do_not_block_later_ones(make_outbox: MakeOutbox, clock: MovableClock) -> None:
     outbox = await make_outbox(settings=UNPOLLED, clock=clock)
     journal = Journal()
     outbox.handler(MoneyDeposited, name="relay", relay=True, ordered=True, on_dead_key="continue")(journal)
@@ -156,13 +154,11 @@ async def test_what_is_passed_over_or_too_old_holds_up_nothing_behind_it(
     assert journal.amounts == [4]
 
 
-# --- nobody knows how a run ended ------------------------------------------------------------------
+# --- runs with an unknown outcome ------------------------------------------------------------------
 
 
 @pytest.mark.real_time("waits until no timer is left that could wake finding")
-async def test_a_run_whose_commit_was_lost_is_repeated(
-    make_outbox: MakeOutbox, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_run_with_a_lost_commit_is_repeated(make_outbox: MakeOutbox, monkeypatch: pytest.MonkeyPatch) -> None:
     outbox = await make_outbox(settings=UNPOLLED)
     outbox.handler(MoneyDeposited, name="ledger", delivery="transactional")(journal := Journal())
     commit, lost = Transaction.commit, list[Any]()
@@ -171,7 +167,7 @@ async def test_a_run_whose_commit_was_lost_is_repeated(
         if lost or not tx.in_handler:
             return await commit(tx, *rows)
         lost.append(tx)
-        await asyncio.sleep(BY_THEN_ALL_IS_QUIET)
+        await asyncio.sleep(QUIET_AFTER)
         await tx._session.rollback()
         raise CommitUnknown(tx.action_name, tx.action_id)
 
@@ -183,9 +179,7 @@ async def test_a_run_whose_commit_was_lost_is_repeated(
 
 
 @needs_many_writers
-async def test_a_row_that_another_transaction_holds_is_handled_when_that_has_ended(
-    make_outbox: MakeOutbox, look: Look
-) -> None:
+async def test_a_row_locked_by_a_transaction_is_handled_after_it_ends(make_outbox: MakeOutbox, look: Look) -> None:
     outbox = await make_outbox(settings=UNPOLLED)
     outbox.handler(MoneyDeposited, name="ledger", ordered=True, delivery="transactional")(journal := Journal())
     await post(outbox, "ada", 1, 2)
@@ -200,7 +194,7 @@ async def test_a_row_that_another_transaction_holds_is_handled_when_that_has_end
             assert len(journal) == 0
             await end()
             await journal.calls(2)
-            assert counters(outbox).refused <= refused + 1, "a row that is locked is tried now and then, and not on end"
+            assert counters(outbox).refused <= refused + 1, "a locked row is retried occasionally, not continuously"
 
 
 async def _all_are_fanned_out(outbox: Outbox) -> bool:
@@ -218,8 +212,8 @@ async def _lock_first_row(look: Look, connection: Any) -> None:
 
 
 @pytest.mark.real_time("waits until no timer is left that could wake finding")
-async def test_a_row_whose_outcome_was_refused_is_looked_at_again(make_outbox: MakeOutbox) -> None:
-    """The lease is over: the lock is taken anew, and the outcome is written under the new term, without a rerun."""
+async def test_a_row_with_a_refused_outcome_is_read_again(make_outbox: MakeOutbox) -> None:
+    """The lease has expired: the lock is reacquired, and the outcome is written under the new term, without a rerun."""
     outbox = await make_outbox(settings=UNPOLLED)
     outbox.handler(MoneyDeposited, name="mail")(journal := Journal())
     refusals = [1]
@@ -227,7 +221,7 @@ async def test_a_row_whose_outcome_was_refused_is_looked_at_again(make_outbox: M
     async def refuse(method: Callable[..., Awaitable[int]], *args: Any) -> int:
         if not refusals:
             return await method(*args)
-        await asyncio.sleep(BY_THEN_ALL_IS_QUIET)
+        await asyncio.sleep(QUIET_AFTER)
         return refusals.pop() - 1
 
     watch(outbox, "notifications").trouble["settle"] = refuse
@@ -238,7 +232,7 @@ async def test_a_row_whose_outcome_was_refused_is_looked_at_again(make_outbox: M
     assert len(journal) == 1
 
 
-async def test_a_bucket_that_cannot_be_written_holds_up_no_key_of_another(make_outbox: MakeOutbox) -> None:
+async def test_an_unwritable_bucket_blocks_no_key_of_another_handler(make_outbox: MakeOutbox) -> None:
     outbox = await make_outbox(settings=UNPOLLED)
     outbox.handler(MoneyDeposited, name="fails")(Journal(lambda envelope: ValueError("it fails")))
     outbox.handler(MoneyDeposited, name="ledger", ordered=True)(journal := Journal())
@@ -260,7 +254,7 @@ def _refuses(state: str) -> Trouble:
     return trouble
 
 
-# --- what others end -------------------------------------------------------------------------------
+# --- rows that others finish -----------------------------------------------------------------------
 
 
 async def skip(outbox: Outbox) -> None:
@@ -282,10 +276,10 @@ async def replay(outbox: Outbox) -> None:
     await outbox.admin.replay("ledger", since=dead.event_date, states=["DEAD"])
 
 
-@pytest.mark.parametrize("order", [skip, retry, resume, replay])
+@pytest.mark.parametrize("operate", [skip, retry, resume, replay])
 @pytest.mark.parametrize("delivery", ["transactional", "at_least_once"])
-async def test_a_parked_key_goes_on_when_an_operator_says_so(
-    make_outbox: MakeOutbox, order: Callable[[Outbox], Awaitable[None]], delivery: str
+async def test_a_parked_key_continues_when_an_operator_resumes_it(
+    make_outbox: MakeOutbox, operate: Callable[[Outbox], Awaitable[None]], delivery: str
 ) -> None:
     outbox = await make_outbox(settings=UNPOLLED)
     broken = [Unprocessable("its service is down")]
@@ -296,11 +290,11 @@ async def test_a_parked_key_goes_on_when_an_operator_says_so(
         await post(outbox, "ada", 0, 1, 2)
         await eventually(lambda: _states(outbox, DEAD=1, BLOCKED=2))
         outbox.wake()
-        await looked_along(outbox)
-        await order(outbox)
-        await journal.calls(3 if order in (skip, resume) else 4)
+        await queues_scanned(outbox)
+        await operate(outbox)
+        await journal.calls(3 if operate in (skip, resume) else 4)
 
-    assert journal.amounts == ([0, 1, 2] if order in (skip, resume) else [0, 0, 1, 2])
+    assert journal.amounts == ([0, 1, 2] if operate in (skip, resume) else [0, 0, 1, 2])
 
 
 async def _states(outbox: Outbox, **expected: int) -> bool:
@@ -309,9 +303,7 @@ async def _states(outbox: Outbox, **expected: int) -> bool:
 
 
 @pytest.mark.not_on("mysql", "mariadb", "sqlite", why="only PostgreSQL wakes other processes")
-async def test_an_order_of_another_process_is_heard_of_where_the_database_tells(
-    make_outbox: MakeOutbox, look: Look
-) -> None:
+async def test_an_operation_of_another_process_wakes_where_supported(make_outbox: MakeOutbox, look: Look) -> None:
     outbox, operator = await make_outbox(settings=UNPOLLED), await make_outbox(settings=UNPOLLED)
     broken = [Unprocessable("its service is down")]
     journal = Journal(lambda envelope: broken.pop() if broken else None)
@@ -320,14 +312,16 @@ async def test_an_order_of_another_process_is_heard_of_where_the_database_tells(
     async with unpolled(outbox):
         await post(outbox, "ada", 0, 1, 2)
         await eventually(lambda: _states(outbox, DEAD=1, BLOCKED=2))
-        await looked_along(outbox)
+        await queues_scanned(outbox)
         await operator.admin.resume("ledger", "ada")
         await journal.calls(3)
 
 
 @pytest.mark.parametrize("delivery", ["transactional", "at_least_once"])
 @pytest.mark.not_on("mysql", "mariadb", "sqlite", why="only PostgreSQL wakes other processes")
-async def test_strict_priority_over_processes_waits_for_nobody_to_poll(make_outbox: MakeOutbox, delivery: str) -> None:
+async def test_strict_priority_across_processes_does_not_wait_for_a_poll(
+    make_outbox: MakeOutbox, delivery: str
+) -> None:
     one, two = await make_outbox(settings=UNPOLLED), await make_outbox(settings=UNPOLLED)
     first, second = Journal(), Journal()
     one.handler(Closed, name="first", delivery=delivery)(first)
@@ -341,7 +335,7 @@ async def test_strict_priority_over_processes_waits_for_nobody_to_poll(make_outb
         await second.calls(5)
 
 
-async def test_a_handler_goes_on_when_its_pause_is_over(make_outbox: MakeOutbox) -> None:
+async def test_a_handler_continues_when_its_pause_ends(make_outbox: MakeOutbox) -> None:
     outbox = await make_outbox(settings=UNPOLLED)
     outbox.handler(MoneyDeposited, name="ledger", ordered=True)(journal := Journal())
 
@@ -358,7 +352,7 @@ def _is_paused(outbox: Outbox) -> bool:
     return all(cursor.is_paused for cursor in cursors_of(outbox).values())
 
 
-async def test_what_waited_for_a_handler_that_is_gone_goes_on_when_that_has_expired(
+async def test_rows_waiting_for_a_removed_handler_continue_when_it_expires(
     make_outbox: MakeOutbox, clock: MovableClock
 ) -> None:
     gone = await make_outbox(settings=UNPOLLED, clock=clock)
@@ -375,18 +369,18 @@ async def test_what_waited_for_a_handler_that_is_gone_goes_on_when_that_has_expi
     await outbox.admin.unsubscribe("gone")
 
     async with unpolled(outbox):
-        await looked_along(outbox)
+        await queues_scanned(outbox)
         await eventually(lambda: run_of(outbox).fans_out)
         run_of(outbox).loops.housekeeping.wake()
         await eventually(lambda: _states(outbox, EXPIRED=1))
         await journal.calls(1)
 
 
-async def test_a_new_holder_looks_along_all_lines_however_many_there_are(
+async def test_a_new_holder_checks_all_key_queues(
     make_outbox: MakeOutbox, look: Look, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its predecessor has blocked the rows, and died before it unblocked them."""
-    monkeypatch.setattr(key_queues, "PIECE", 2)
+    """Its predecessor blocked the rows, and died before it unblocked them."""
+    monkeypatch.setattr(key_queues, "CHUNK", 2)
     outbox = await make_outbox(settings=UNPOLLED)
     outbox.handler(MoneyDeposited, name="ledger", ordered=True)(journal := Journal())
     for key in range(7):
@@ -400,28 +394,28 @@ async def test_a_new_holder_looks_along_all_lines_however_many_there_are(
 
 
 @pytest.mark.real_time("waits until no timer is left that could wake finding")
-async def test_a_row_is_run_again_when_its_stuck_run_of_an_earlier_stay_has_ended(make_outbox: MakeOutbox) -> None:
+async def test_a_row_runs_again_once_its_earlier_stuck_run_ended(make_outbox: MakeOutbox) -> None:
     outbox = await make_outbox(settings=Settings(**_as_options(UNPOLLED), shutdown_timeout=0))
-    is_let_go, began, done = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    released, started, done = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     @outbox.handler(MoneyDeposited, name="stuck", timeout="60s")
     async def handle(envelope: Envelope) -> None:
-        if began.is_set():
+        if started.is_set():
             return done.set()
-        began.set()
-        while not is_let_go.is_set():
+        started.set()
+        while not released.is_set():
             try:
-                await is_let_go.wait()
+                await released.wait()
             except asyncio.CancelledError:
                 continue
 
     async with outbox.running():
         await post(outbox, "ada", 1)
-        await began.wait()
+        await started.wait()
     async with unpolled(outbox):
-        await asyncio.sleep(BY_THEN_ALL_IS_QUIET)
+        await asyncio.sleep(QUIET_AFTER)
         assert not done.is_set()
-        is_let_go.set()
+        released.set()
         async with asyncio.timeout(20):
             await done.wait()
 
@@ -430,7 +424,7 @@ def _as_options(settings: Settings) -> dict[str, Any]:
     return {name: getattr(settings, name) for name in ("handling_poll_delay", "fanout_poll_delay", "purge_enabled")}
 
 
-async def test_a_retry_that_is_due_soon_is_found_on_time(make_outbox: MakeOutbox) -> None:
+async def test_a_retry_due_soon_is_found_on_time(make_outbox: MakeOutbox) -> None:
     outbox = await make_outbox(settings=UNPOLLED)
     failures = [ValueError("once"), ValueError("twice")]
     journal = Journal(lambda envelope: failures.pop() if failures else None)
@@ -441,7 +435,7 @@ async def test_a_retry_that_is_due_soon_is_found_on_time(make_outbox: MakeOutbox
         await journal.calls(3)
 
 
-async def test_while_the_locks_are_in_doubt_nobody_looks_on_end_for_what_an_order_has_set_free(
+async def test_unproven_locks_cause_no_busy_loop_after_an_operation(
     make_outbox: MakeOutbox,
 ) -> None:
     outbox = await make_outbox(settings=Settings(**_as_options(UNPOLLED), lock_heartbeat="1s"))
@@ -463,7 +457,7 @@ async def test_while_the_locks_are_in_doubt_nobody_looks_on_end_for_what_an_orde
         finding._run_once = count
         locks_of(outbox)._trusted_until = float("-inf")
         stay.locks_proven_until(float("-inf"))
-        dispatcher_of(outbox)._gate.stranded._next = float("-inf")  # it is time to look along
+        dispatcher_of(outbox)._gate.stranded._next = float("-inf")  # it is time to scan the key queues
         await outbox.admin.resume("ledger", "ada")
         await journal.calls(3)
 

@@ -8,10 +8,10 @@ from datetime import datetime, timedelta
 import pytest
 
 from outboxio import Finding, Outbox, RetryPolicy, Unprocessable
-from outboxio.cli.answer import Exit
 from outboxio.cli.commands import watch as command
 from outboxio.cli.commands.watch import NotPosted, Webhook, message_of, watch
 from outboxio.cli.options import remember
+from outboxio.cli.output import Exit
 from outboxio.cli.target import TargetError
 from outboxio.health import overview
 from outboxio.testing import MovableClock
@@ -47,18 +47,18 @@ def finding(**fields: object) -> Finding:
     return Finding(**{**given, **fields})  # type: ignore[arg-type]  # the fields have different types
 
 
-async def test_findings_and_their_ends_are_posted_once(
+async def test_findings_are_posted_once_at_their_start_and_end(
     make_outbox: MakeOutbox, clock: MovableClock, receiver: Receiver, capsys: pytest.CaptureFixture[str]
 ) -> None:
     outbox = await make_outbox(clock=clock)
     mail = Journal(lambda envelope: Unprocessable("never"))
     outbox.handler(MoneyDeposited, name="mail", retry=RetryPolicy(max_attempts=1))(mail)
-    assert (await once(outbox, receiver), receiver.texts) == (Exit.FINE, [])
+    assert (await once(outbox, receiver), receiver.texts) == (Exit.OK, [])
 
     await outbox.executor.execute(Emit((1,)))
     await outbox.drain()
     for _ in range(2):  # a process each, as cron starts them
-        assert await once(outbox, receiver) is Exit.NO
+        assert await once(outbox, receiver) is Exit.FAILED
     [dead] = [text for text in receiver.texts if "new_dead" in text]
     assert "*degraded*: 1 notification of `mail` ended DEAD" in dead
     assert "\nfix: `outboxio dead --handler mail`\n" in dead
@@ -73,7 +73,7 @@ async def test_findings_and_their_ends_are_posted_once(
     assert all(body.keys() == {"text"} for body in receiver.bodies)
 
 
-async def test_a_failed_post_is_retried_and_answers_no(
+async def test_a_failed_post_is_retried_and_fails_the_command(
     make_outbox: MakeOutbox, clock: MovableClock, receiver: Receiver
 ) -> None:
     outbox = await make_outbox(clock=clock)
@@ -83,13 +83,13 @@ async def test_a_failed_post_is_retried_and_answers_no(
     assert (receiver.requests, len(receiver.texts)) == (3, 1)
 
     receiver.answers = [503] * 3
-    with pytest.raises(NotPosted, match="the webhook answered 503 Service Unavailable"):
+    with pytest.raises(NotPosted, match="the webhook returned 503 Service Unavailable"):
         await to.post(finding())
     for code in (302, 404):
         receiver.answers, receiver.requests = [code], 0
-        with pytest.raises(NotPosted, match=f"the webhook answered {code}"):
+        with pytest.raises(NotPosted, match=f"the webhook returned {code}"):
             await to.post(finding())
-        assert receiver.requests == 1, "a further request is in vain"
+        assert receiver.requests == 1, "another request would not help"
 
 
 async def test_an_unreachable_webhook_is_named_without_its_secret(
@@ -102,13 +102,13 @@ async def test_an_unreachable_webhook_is_named_without_its_secret(
 
     url = f"http://127.0.0.1:{free_port()}/services/s3cret"
     for _ in range(2):
-        assert await watch(outbox, url, 15, once=True, as_json=False) is Exit.NO
+        assert await watch(outbox, url, 15, once=True, as_json=False) is Exit.FAILED
 
     assert "the webhook at 127.0.0.1 cannot be reached" in caplog.text
     assert "s3cret" not in caplog.text
 
 
-async def test_a_second_watch_posts_nothing(
+async def test_a_second_watcher_posts_nothing(
     make_outbox: MakeOutbox, clock: MovableClock, receiver: Receiver, capsys: pytest.CaptureFixture[str]
 ) -> None:
     outbox = await make_outbox(clock=clock)
@@ -124,7 +124,7 @@ async def test_a_second_watch_posts_nothing(
     await once(outbox, receiver)
 
     assert receiver.texts == []
-    assert "another outboxio watch posts to this webhook" in capsys.readouterr().err
+    assert "another outboxio watch already posts to this webhook" in capsys.readouterr().err
     await first.close()
 
 
@@ -132,7 +132,7 @@ async def _ignore(finding: Finding) -> None: ...
 
 
 @pytest.mark.parametrize("url", ["hooks.slack.com/x", "ftp://example.org/x", "file:///etc/passwd", "https://"])
-async def test_a_webhook_that_is_not_http_is_refused(make_outbox: MakeOutbox, url: str) -> None:
+async def test_a_webhook_url_that_is_not_http_is_refused(make_outbox: MakeOutbox, url: str) -> None:
     with pytest.raises(TargetError, match="--webhook expects an http"):
         Webhook(url, await make_outbox(), as_json=False)
 

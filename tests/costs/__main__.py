@@ -1,7 +1,8 @@
-"""Count anew, and write ``costs.toml``: ``make costs REASON="..."``, which is ``python -m tests.costs --reason "..."``.
+"""Count again and write ``costs.toml``: ``make costs REASON="..."``, which is ``python -m tests.costs --reason "..."``.
 
 A reason is required if a figure rose by more than 1 %. Figures that differ by less stay as they are.
-``--functions sqlite/event`` lists the calls of each function in place of that: two commits' lists can be compared.
+``--functions sqlite/event`` lists the calls of each function instead, to compare
+two commits.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ from tests.costs.databases import fresh_database, measured
 from tests.costs.figures import ReasonMissing
 from tests.costs.measure import COUNTED, Measurement, has_instructions
 from tests.costs.scenarios import SCENARIOS
-from tests.kit.apart import migrate, run_apart
+from tests.kit.background_loop import migrate, run_in_background
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.costs", description=__doc__.splitlines()[0])
     parser.add_argument("--reason", help="why the figures that rose are worth their price")
     parser.add_argument("--functions", metavar="DIALECT/SCENARIO", help="list the calls of each function instead")
-    told = parser.parse_args()
-    if told.functions:
-        return list_functions(*told.functions.split("/"))
-    return count(told.reason)
+    arguments = parser.parse_args()
+    if arguments.functions:
+        return list_functions(*arguments.functions.split("/"))
+    return count(arguments.reason)
 
 
 def count(reason: str | None) -> int:
@@ -59,13 +60,13 @@ def list_functions(dialect: str, name: str) -> int:
     [scenario] = [each for each in SCENARIOS if each.name == name]
     with fresh_database(dialect) as url:
         assert url is not None, f"{dialect} is not here"
-        run_apart(migrate(url))
+        run_in_background(migrate(url))
         folder = Path(outboxio.__file__).parent.parent
         for calls, code in Measurement(scenario, dialect, url).functions():
             if calls:
                 file = Path(code.co_filename)
-                place = file.relative_to(folder) if file.is_relative_to(folder) else file.name
-                print(f"{calls:10.3f}  {place}: {code.co_qualname}")
+                shown = file.relative_to(folder) if file.is_relative_to(folder) else file.name
+                print(f"{calls:10.3f}  {shown}: {code.co_qualname}")
     return 0
 
 

@@ -108,7 +108,7 @@ async def _in_code(paths: Paths, url: str) -> None:
 
             async def retried_on_pages() -> None:
                 for sure, status in (({}, 200), ({"sure": "yes"}, 303)):
-                    answer = await send_form(client, "/orders/retry", {"state": "DEAD", **sure}, page="/dead")
+                    answer = await send_form(client, "/operations/retry", {"state": "DEAD", **sure}, page="/dead")
                     assert answer.status_code == status, answer.text
 
             await retried_on_pages()
@@ -125,10 +125,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         url = f"sqlite:///{folder}/breadth.db"
         asyncio.run(_in_code(paths, url))
-        words = ["retry", "--state", "DEAD", "--database", url, "--namespace", "breadth", "--yes"]
-        CliRunner().invoke(app, [*words, "--dry-run"])
+        arguments = ["retry", "--state", "DEAD", "--database", url, "--namespace", "breadth", "--yes"]
+        CliRunner().invoke(app, [*arguments, "--dry-run"])
         with paths.of("retry by filter, from the command line"):
-            result = CliRunner().invoke(app, words)
+            result = CliRunner().invoke(app, arguments)
         assert result.exit_code == 0, result.output
     Console().print(paths.table())
 

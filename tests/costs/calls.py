@@ -1,4 +1,4 @@
-"""Counts calls of functions and bytecode instructions."""
+"""Count function calls and bytecode instructions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.costs import still, traffic
 from tests.kit import wire
 
 OWN, OTHER, IGNORED = range(3)
-#: Python 3.12 has no frames for comprehensions, and Python 3.11 enters a generator once more when it is closed early.
+#: Python 3.12 has no frames for comprehensions, and Python 3.11 enters a generator again when it is closed early.
 NOT_CALLS = frozenset(("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>"))
 #: Written in C from Python 3.12 on.
 IN_C = frozenset((asyncio.current_task.__code__,)) if hasattr(asyncio.current_task, "__code__") else frozenset()
@@ -29,7 +29,7 @@ class Calls:
 
     Calls between functions of other packages are not counted, because their number depends on the version of Python.
     Nor are generator expressions. A coroutine that continues is called again, as it is by the interpreter.
-    ``instructions`` are those of outboxio's code alone, and only counted if asked for, which takes long.
+    ``instructions`` are those of outboxio's code alone, and only counted on request, because that is slow.
     """
 
     def __init__(self, *, with_instructions: bool) -> None:

@@ -113,7 +113,7 @@ def _differs(old: float | None, new: float | None) -> bool:
 
 
 class ReasonMissing(Exception):
-    """Figures rose, and nobody has said why."""
+    """Figures rose, and no reason was given."""
 
 
 def updated(figures: Figures, changes: list[Change], reason: str | None) -> Figures:

@@ -1,4 +1,4 @@
-"""Counts what the scenarios cost on a database."""
+"""Count the cost of the scenarios on a database."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.costs.calls import Calls
 from tests.costs.scenarios import SCENARIOS, Scenario
 from tests.costs.still import StillLoop
 from tests.costs.traffic import Traffic, seen
-from tests.kit.apart import migrate, run_apart
+from tests.kit.background_loop import migrate, run_in_background
 
 #: What is counted on each dialect. On MariaDB the calls depend on how the driver reads from the socket, and the rows on
 #: random numbers of the server.
@@ -40,7 +40,7 @@ def has_instructions() -> bool:
 def measure(dialect: str, database: str) -> dict[str, Cost]:
     """Count what each scenario costs on an empty database."""
     chosen = [each for each in SCENARIOS if dialect in each.dialects]
-    run_apart(migrate(database))
+    run_in_background(migrate(database))
     return {scenario.name: Measurement(scenario, dialect, database).cost() for scenario in chosen}
 
 

@@ -24,7 +24,7 @@ ACTIONS = 100
 IDLE = 60  # seconds, because some work is done once a minute
 
 # Wake-ups for other processes are sent when nobody is looking. A server ends the session of the cluster locks if real
-# time passes without a heartbeat, and during a drain the clock of the event loop stands still.
+# time passes without a heartbeat, and during a drain the clock of the event loop is frozen.
 SETTINGS = Settings(notify=False, lock_heartbeat="60s")
 
 

@@ -42,17 +42,17 @@ def test_one_more_call_or_statement_per_event_is_a_change() -> None:
     assert in_a_batch.is_rise
 
 
-def test_less_than_1_percent_is_no_change() -> None:
+def test_less_than_1_percent_is_not_a_change() -> None:
     assert changes_of(27.6) == changes_of(27.2) == []
 
 
-def test_a_fall_is_a_change_so_that_the_gain_is_kept() -> None:
+def test_a_fall_is_a_change_and_must_be_recorded() -> None:
     changes = changes_of(26.4)
     assert "fell from 27.4 to 26.4" in complaint(changes)
     assert updated(KNOWN, changes, None)[CALLS] == Figure(26.4, FELL)
 
 
-def test_a_rise_is_written_down_with_its_reason_only() -> None:
+def test_a_rise_is_recorded_only_with_its_reason() -> None:
     changes = changes_of(28.4)
     assert 'make costs REASON="..."' in complaint(changes)
     with pytest.raises(ReasonMissing):
@@ -65,7 +65,7 @@ def test_small_rises_add_up_until_they_need_a_reason() -> None:
     assert changes_of(27.7)
 
 
-def test_a_count_of_zero_may_not_rise_at_all() -> None:
+def test_a_count_of_zero_must_not_rise() -> None:
     known = {STATEMENTS: Figure(0, "none")}
     (change,) = compare(known, "sqlite", {"event": {"statements": 0.001}})
     assert change.is_rise
@@ -81,7 +81,7 @@ def test_new_and_former_counts_are_changes() -> None:
     assert updated(KNOWN, changes, None) == {CALLS: KNOWN[CALLS], ("sqlite", "action", "calls"): Figure(150, FIRST)}
 
 
-def test_figures_are_read_as_they_were_written(tmp_path: Path) -> None:
+def test_figures_survive_a_round_trip(tmp_path: Path) -> None:
     known = {CALLS: Figure(27.425, 'a "reason"\nof two lines \\'), STATEMENTS: Figure(3, FIRST)}
     figures.write(known, tmp_path / "costs.toml")
     assert figures.read(tmp_path / "costs.toml") == known

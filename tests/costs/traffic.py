@@ -1,4 +1,4 @@
-"""The traffic between a process and its databases: messages, rows, bytes, and the requests without an answer yet."""
+"""The traffic between a process and its databases: messages, rows, bytes, and the pending requests."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ class PostgresAnswers:
         self._unread = b""
 
     def read(self, data: bytes) -> bool:
-        """Take in what has come. True if the server waits for the client."""
+        """Parse the received bytes; return True if the server waits for the client."""
         if data in (b"N", b"S"):  # the answer about TLS
             return True
-        data, place, waits = self._unread + data, 0, False
-        while place + 5 <= len(data):
-            kind, (length,) = data[place : place + 1], struct.unpack_from(">I", data, place + 1)
-            body = data[place + 5 : place + 1 + length]
+        data, position, waits = self._unread + data, 0, False
+        while position + 5 <= len(data):
+            kind, (length,) = data[position : position + 1], struct.unpack_from(">I", data, position + 1)
+            body = data[position + 5 : position + 1 + length]
             if len(body) < length - 4:
                 break
             self.rows += kind == b"D"
             waits = kind[0] in self._ENDS or (
                 kind == b"R" and struct.unpack_from(">I", body)[0] in self._PASSWORD_ASKED
             )
-            place += 1 + length
-        self._unread = data[place:]
+            position += 1 + length
+        self._unread = data[position:]
         return waits and not self._unread
 
 
@@ -51,16 +51,16 @@ class MysqlAnswers:
         self._take = self._greeting
 
     def read(self, data: bytes) -> bool:
-        """Take in what has come. True if the server waits for the client."""
-        data, place, waits = self._unread + data, 0, False
-        while place + 4 <= len(data):
-            length = int.from_bytes(data[place : place + 3], "little")
-            packet = data[place + 4 : place + 4 + length]
+        """Parse the received bytes; return True if the server waits for the client."""
+        data, position, waits = self._unread + data, 0, False
+        while position + 4 <= len(data):
+            length = int.from_bytes(data[position : position + 3], "little")
+            packet = data[position + 4 : position + 4 + length]
             if len(packet) < length:
                 break
             waits = self._take(packet)
-            place += 4 + length
-        self._unread = data[place:]
+            position += 4 + length
+        self._unread = data[position:]
         return waits and not self._unread
 
     def _greeting(self, packet: bytes) -> bool:
@@ -98,9 +98,9 @@ def _is_end(packet: bytes) -> bool:
     return packet[0] == 0xFE and len(packet) < 9
 
 
-def _behind_number(packet: bytes, place: int) -> int:
-    """The place behind a number of MySQL, whose first byte may say how many follow."""
-    return place + 1 + {0xFC: 2, 0xFD: 3, 0xFE: 8}.get(packet[place], 0)
+def _behind_number(packet: bytes, position: int) -> int:
+    """The position after a length-encoded integer of MySQL."""
+    return position + 1 + {0xFC: 2, 0xFD: 3, 0xFE: 8}.get(packet[position], 0)
 
 
 class Traffic(Wire):
@@ -110,7 +110,7 @@ class Traffic(Wire):
         super().__init__()
         self.rows_written = self.bytes_sent = 0
         self.awaited: set[int] = set()
-        """The sockets on which the server owes an answer."""
+        """The sockets that wait for an answer of the server."""
         self._answers: dict[int, PostgresAnswers | MysqlAnswers] = {}
         self._former_rows = 0
 
@@ -141,7 +141,7 @@ class Traffic(Wire):
 
 @contextmanager
 def seen() -> Iterator[Traffic]:
-    """Count the traffic of connections that :meth:`Traffic.opened` is told of."""
+    """Count the traffic of connections passed to :meth:`Traffic.opened`."""
     traffic, recv = Traffic(), socket.socket.recv
 
     def watched_recv(self: socket.socket, *args: Any) -> bytes:

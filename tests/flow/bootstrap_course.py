@@ -1,11 +1,11 @@
-"""A bootstrap beside writers, whose process is killed: the read models must equal the table at the end.
+"""A bootstrap during writes whose process is killed: finally the read models must equal the table.
 
 ``python -m tests.flow.bootstrap_course URL [--rows N] [--rate N] [--kills N] [--silence SECONDS]`` runs the course on a
 fresh database, and prints figures. ``test_bootstrap_crashes.py`` runs it at a small size.
 
-Two handlers make a read model each, from the same events. ``ordered`` adds up changes, so an event of a key in the
-wrong order makes its model wrong. ``versioned`` keeps no order, and leaves an event of an older version out. Both
-handlers, and both bootstraps, run in a process that is killed with SIGKILL and started again.
+Two handlers build a read model each, from the same events. ``ordered`` adds up changes, so an event of a key in the
+wrong order breaks its model. ``versioned`` keeps no order, and ignores events of older versions. Both handlers, and
+both bootstraps, run in a process that is killed with SIGKILL and restarted.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def to_event(row: Any) -> ItemChanged:
 
 
 def groups(envelopes: Sequence[EventEnvelope[ItemChanged]]) -> Iterator[list[ItemChanged]]:
-    """The events in their order, in groups without two events of an item: each group is written at once."""
+    """The events in order, in groups without two events of an item: each group is written at once."""
     group: dict[int, ItemChanged] = {}
     for event in (envelope.event for envelope in envelopes):
         if event.id in group:
@@ -133,7 +133,7 @@ async def work(url: str, silence: float, chunk: int) -> None:
 
 
 class Writers:
-    """Changes items at a rate, each change with its event."""
+    """Changes items at a given rate, each change with its event."""
 
     def __init__(self, outbox: Outbox, number: int, rate: float) -> None:
         self._outbox = outbox
@@ -205,7 +205,7 @@ class Writers:
 
 
 class Course(NamedTuple):
-    """What a course has found."""
+    """The findings of a course."""
 
     expected: list[tuple[int, int]]
     ordered: list[tuple[int, int]]
@@ -274,7 +274,7 @@ async def run_course(url: str, *, number: int, rate: float, kills: int, silence:
 
 
 async def until_matched(outbox: Outbox, process: asyncio.subprocess.Process, number: int) -> None:
-    """Wait until the bootstraps have read so many rows together."""
+    """Wait until the bootstraps together have read this many rows."""
     while sum(operation.matched for operation in await outbox.admin.operations()) < number:
         assert process.returncode is None, "the process has ended by itself"
         await asyncio.sleep(0.05)

@@ -1,9 +1,9 @@
-"""An application that is always busy: it executes actions and handles their events, through every fault.
+"""An application that is always busy: it executes actions and handles their events through every fault.
 
-``python -m tests.flow.busy_worker '{...}'``: until SIGTERM, at which it executes nothing more, waits until everything
-is handled, and leaves. It reports as ``worker.py`` does: ``running``; ``executed``, or ``refused`` with the error, each
-with the number and the moment at which it began; ``handled``; ``health`` ten times a second, with the memory in MB and
-how late the event loop was; ``left``.
+``python -m tests.flow.busy_worker '{...}'``: on SIGTERM it stops executing, waits until everything is handled, and
+leaves. It reports like ``worker.py``: ``running``; ``executed``, or ``refused`` with the error, each with the number
+and its start time; ``handled``; ``health`` ten times a second, with the memory in MB and the delay of the event loop;
+``left``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from outboxio import EventEnvelope, Outbox, Settings
-from tests.flow.worker import report, stop_when_told
+from tests.flow.worker import report, stop_on_sigterm
 from tests.kit import opened_by
 from tests.kit.app import Emit, MoneyDeposited
 
@@ -32,7 +32,7 @@ numbers = count()
 
 
 def memory() -> float:
-    """The resident memory of this process in MB; 0 where the system does not tell."""
+    """The resident memory of this process in MB; 0 if unavailable."""
     return int(STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20 if STATM.exists() else 0.0
 
 
@@ -54,10 +54,10 @@ async def watch_health(stop: asyncio.Event) -> None:
         report("health", late=time.monotonic() - begun - HEALTH, memory=memory())
 
 
-async def main(told: dict[str, Any]) -> None:
-    stop = stop_when_told()
-    settings = Settings.load(told["settings"], environ=None)
-    async with Outbox(told["database"], namespace="app", settings=settings) as outbox:
+async def main(config: dict[str, Any]) -> None:
+    stop = stop_on_sigterm()
+    settings = Settings.load(config["settings"], environ=None)
+    async with Outbox(config["database"], namespace="app", settings=settings) as outbox:
 
         @outbox.handler(MoneyDeposited, name="receipt")
         async def receipt(envelope: EventEnvelope[MoneyDeposited]) -> None:
@@ -75,6 +75,6 @@ async def main(told: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    logging.getLogger().addHandler(logging.NullHandler())  # that the database is down is no news here
+    logging.getLogger().addHandler(logging.NullHandler())  # the database is stopped on purpose
     opened_by.use()
     asyncio.run(main(json.loads(sys.argv[1])))

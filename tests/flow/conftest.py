@@ -1,4 +1,4 @@
-"""Fixtures for tests of several processes, and of connections that a database ends."""
+"""Fixtures for tests of several processes, and of connections ended by a database."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ async def start_worker() -> AsyncIterator[StartWorker]:
 
 @pytest.fixture
 async def start_program() -> AsyncIterator[StartWorker]:
-    """Starts other programs that report as workers do; none outlives the test."""
+    """Starts other programs that report like workers; none outlives the test."""
     async with AsyncExitStack() as stack:
 
-        async def start(program: str, **told: Any) -> Worker:
-            worker = await Worker.start_program(program, **told)
+        async def start(program: str, **config: Any) -> Worker:
+            worker = await Worker.start_program(program, **config)
             stack.push_async_callback(worker.end)
             return worker
 
@@ -42,5 +42,5 @@ async def start_program() -> AsyncIterator[StartWorker]:
 
 @pytest.fixture
 async def leaks(database_url: str) -> Leaks:
-    """Finds leaks, compared with the beginning of the test."""
+    """Finds leaks, compared with the start of the test."""
     return Leaks(database_url)

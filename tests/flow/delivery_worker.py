@@ -1,9 +1,9 @@
 """A process with a transactional or an ordered handler, for tests in which processes die.
 
-``python -m tests.flow.delivery_worker '{...}'``: runs until SIGTERM, and reports as ``worker.py`` does: ``running``,
+``python -m tests.flow.delivery_worker '{...}'``: runs until SIGTERM, and reports like ``worker.py``: ``running``,
 ``begun`` and ``done`` with key and number, ``left``. ``crash`` says where the process ends itself, and after how many
-events: in the handler (``before``), or right behind COMMIT (``after``). ``steals`` makes it believe that it holds every
-lock, so that two processes work on the same rows.
+events: in the handler (``before``), or right after COMMIT (``after``). With ``steals`` it assumes that it holds every
+lock, and reports ``stole``, so that two processes work on the same rows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from outboxio import Action, EventEnvelope, Outbox, RetryPolicy, Settings, Transaction, Unprocessable
 from outboxio.runtime.lock_manager import LockManager
-from tests.flow.worker import report, stop_when_told
+from tests.flow.worker import report, stop_on_sigterm
 from tests.kit import opened_by
 from tests.kit.app import MoneyDeposited
 from tests.kit.sql import sql
@@ -60,15 +60,17 @@ def crash_behind_commit(crash: Crash) -> None:
 
 
 def steal_locks() -> None:
-    """Believe in every lock without asking for it; terms without a lease are refused wherever the database is asked."""
+    """Assume every lock without acquiring it, under a term that no lease has. Reports ``stole``."""
 
-    async def try_lacking(self: LockManager) -> int:
-        lacking = self.lacking
-        for name in lacking:
+    async def follow_plan(self: LockManager) -> int:
+        missing = self.missing
+        for name in missing:
             self._take(name, 10**6)
-        return len(lacking)
+        if missing:
+            report("stole", locks=[name.lease for name in missing])
+        return len(missing)
 
-    LockManager._try_lacking = try_lacking  # type: ignore[method-assign]
+    LockManager._follow_plan = follow_plan  # type: ignore[method-assign]
 
 
 def add_transactional(outbox: Outbox, crash: Crash, *, mode: str) -> None:
@@ -108,21 +110,21 @@ def add_ordered(outbox: Outbox, *, poison: int | None, failing: float, pause: fl
         report("done", key=key, number=number)
 
 
-async def main(told: dict[str, Any]) -> None:
-    stop = stop_when_told()
-    crash = Crash(told.get("crash"), told.get("after", 0))
+async def main(config: dict[str, Any]) -> None:
+    stop = stop_on_sigterm()
+    crash = Crash(config.get("crash"), config.get("after", 0))
     crash_behind_commit(crash)
-    if told.get("steals"):
+    if config.get("steals"):
         steal_locks()
-    settings = Settings.load(told["settings"], environ=None)
-    async with Outbox(told["database"], namespace="app", settings=settings) as outbox:
-        match told["handler"]:
+    settings = Settings.load(config["settings"], environ=None)
+    async with Outbox(config["database"], namespace="app", settings=settings) as outbox:
+        match config["handler"]:
             case "transactional":
-                add_transactional(outbox, crash, mode=told["mode"])
+                add_transactional(outbox, crash, mode=config["mode"])
             case "plain":
                 add_plain(outbox)
             case _:
-                add_ordered(outbox, poison=told["poison"], failing=told["failing"], pause=told["pause"])
+                add_ordered(outbox, poison=config["poison"], failing=config["failing"], pause=config["pause"])
         async with outbox.running():
             report("running")
             await stop.wait()

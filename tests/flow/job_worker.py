@@ -1,7 +1,7 @@
 """A process with a job each second, for tests in which processes die.
 
-``python -m tests.flow.job_worker '{...}'``: runs until SIGTERM, and reports ``running``, ``run`` with moment and
-attempt, and ``left``. ``hangs``: a run goes on until the process ends.
+``python -m tests.flow.job_worker '{...}'``: runs until SIGTERM, and reports ``running``, ``run`` with time and
+attempt, and ``left``. ``hangs``: a run continues until the process ends.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ import sys
 from typing import Any
 
 from outboxio import Job, Outbox, RetryPolicy, Settings
-from tests.flow.worker import report, stop_when_told
+from tests.flow.worker import report, stop_on_sigterm
 
 
-async def main(told: dict[str, Any]) -> None:
-    outbox = Outbox(told["database"], namespace="app", settings=Settings(lock_heartbeat="1s"))
-    stop = stop_when_told()
+async def main(config: dict[str, Any]) -> None:
+    outbox = Outbox(config["database"], namespace="app", settings=Settings(lock_heartbeat="1s"))
+    stop = stop_on_sigterm()
 
-    @outbox.job("tick", every="1s", timeout="1m", retry=RetryPolicy(max_attempts=told["attempts"], base=0))
+    @outbox.job("tick", every="1s", timeout="1m", retry=RetryPolicy(max_attempts=config["attempts"], base=0))
     async def tick(job: Job) -> None:
-        report("run", moment=job.moment.isoformat(), attempt=job.attempt)
-        if told["hangs"]:
+        report("run", scheduled=job.scheduled_at.isoformat(), attempt=job.attempt)
+        if config["hangs"]:
             await asyncio.Event().wait()
 
     async with outbox:

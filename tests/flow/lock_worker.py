@@ -1,6 +1,6 @@
 """A process that holds a keyed lock until the test ends: ``python -m tests.flow.lock_worker '{...}'``.
 
-Reports ``held`` with the term, and ``lost`` when the lock is lost.
+It reports ``held`` with the term, and ``lost`` when the lock is lost.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from outboxio import Outbox, Settings
 from tests.flow.worker import report
 
 
-async def main(told: dict[str, Any]) -> None:
+async def main(config: dict[str, Any]) -> None:
     settings = Settings(lock_heartbeat="1s")
-    async with Outbox(told["database"], namespace="app", settings=settings) as outbox, outbox.lock("k") as lock:
+    async with Outbox(config["database"], namespace="app", settings=settings) as outbox, outbox.lock("k") as lock:
         report("held", term=await lock.term())
         await lock.lost.wait()
         report("lost")

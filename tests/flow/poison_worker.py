@@ -1,9 +1,9 @@
-"""A process whose handler ends it for certain events, for tests with a supervisor that starts it again.
+"""A process whose handler ends it for certain events, for tests with a supervisor that restarts it.
 
-``python -m tests.flow.poison_worker '{...}'``: runs until SIGTERM, and reports as ``worker.py`` does: ``running``,
-``begun`` and ``done`` with handler and number, ``buried`` (a hook), ``asked`` (the table of recorded starts), ``left``.
-``poison``: the numbers of the events for which a handler ends the process, ``how``: by ``os._exit`` or a fault. Where
-``crash_in_hook`` is set, the hook does it. ``holds_after``: the number of runs after which each further run waits
+``python -m tests.flow.poison_worker '{...}'``: runs until SIGTERM, and reports like ``worker.py``: ``running``,
+``begun`` and ``done`` with handler and number, ``buried`` (a hook), ``queried`` (the table of recorded starts),
+``left``. ``poison``: the numbers of the events for which a handler ends the process, ``how``: by ``os._exit`` or a
+fault. With ``crash_in_hook``, the hook does so. ``holds_after``: the number of runs after which each further run waits
 until this process leaves.
 """
 
@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from outboxio import Batch, EventEnvelope, Outbox, Settings, Unprocessable
-from tests.flow.worker import Reporting, report, stop_when_told
+from tests.flow.worker import Reporting, report, stop_on_sigterm
 from tests.kit import opened_by
 from tests.kit.app import MoneyDeposited
 from tests.kit.inside import database_of
@@ -86,28 +86,28 @@ def add_handler(
 
 
 def report_starts(outbox: Outbox) -> None:
-    """Report every question to the table of recorded starts."""
+    """Report every query of the table of recorded starts."""
     starts = database_of(outbox).starts
 
     def reporting(name: str) -> Callable[..., Awaitable[Any]]:
         method = getattr(starts, name)
 
-        async def ask(*args: Any) -> Any:
-            report("asked", method=name)
+        async def recorded(*args: Any) -> Any:
+            report("queried", method=name)
             return await method(*args)
 
-        return ask
+        return recorded
 
     for name in ("record", "find", "remove", "remove_ended"):
         setattr(starts, name, reporting(name))
 
 
-async def main(told: dict[str, Any]) -> None:
-    stop = stop_when_told()
-    settings = Settings.load(told["settings"], environ=None)
-    async with Outbox(told["database"], namespace="app", settings=settings) as outbox:
+async def main(config: dict[str, Any]) -> None:
+    stop = stop_on_sigterm()
+    settings = Settings.load(config["settings"], environ=None)
+    async with Outbox(config["database"], namespace="app", settings=settings) as outbox:
         report_starts(outbox)
-        for handler in told["handlers"]:
+        for handler in config["handlers"]:
             add_handler(outbox, **handler)
         async with outbox.running():
             report("running")

@@ -1,7 +1,7 @@
-"""A process of a deployment: emits events and handles events, with whichever version of outboxio is on the path.
+"""A process of a deployment: emits and handles events, with whichever version of outboxio is on the path.
 
 ``python -m tests.flow.rolling_worker '{...}'``: reports JSON lines on standard output, until SIGTERM. The program uses
-only what the previous version of outboxio has.
+only features of the previous version of outboxio.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ def report(what: str, **details: Any) -> None:
 
 
 class Reporting(logging.Handler):
-    """Reports warnings and errors, and drops the rest."""
+    """Reports warnings and errors, and drops other records."""
 
     def emit(self, record: logging.LogRecord) -> None:
         report("log", level=record.levelname, message=record.getMessage())
 
 
 def add_handlers(outbox: Any, options: dict[str, Any]) -> None:
-    """``outbox`` is of either version, and only the newer version knows the options."""
+    """``outbox`` is of either version, and only the newer version supports the options."""
 
     @outbox.handler(Counted, name="plain", **options)
     async def plain(envelope: EventEnvelope[Counted]) -> None:
@@ -65,7 +65,7 @@ def add_handlers(outbox: Any, options: dict[str, Any]) -> None:
 
 
 async def produce(outbox: Outbox, name: str, stop: asyncio.Event) -> None:
-    """Emit the events of a key one after the other, so that the order of the events is known."""
+    """Emit the events of a key one after another, so that their order is known."""
     number = 0
     while not stop.is_set():
         key = f"{name}-{number % KEYS}"
@@ -75,7 +75,7 @@ async def produce(outbox: Outbox, name: str, stop: asyncio.Event) -> None:
         await asyncio.sleep(PAUSE)
 
 
-async def main(told: dict[str, Any]) -> None:
+async def main(config: dict[str, Any]) -> None:
     quiet, leave = asyncio.Event(), asyncio.Event()
 
     def stop() -> None:
@@ -86,13 +86,13 @@ async def main(told: dict[str, Any]) -> None:
     loop.add_signal_handler(signal.SIGUSR1, quiet.set)
     loop.add_signal_handler(signal.SIGTERM, stop)
     logging.getLogger().addHandler(Reporting(logging.WARNING))
-    outbox = Outbox(told["database"], namespace="app")
-    add_handlers(outbox, told["options"])
-    if told["migrates"]:
+    outbox = Outbox(config["database"], namespace="app")
+    add_handlers(outbox, config["options"])
+    if config["migrates"]:
         await outbox.migrate()
     async with outbox.running():
         report("running", version=str(Path(outboxio.__file__).parents[1]))
-        await produce(outbox, told["name"], quiet)
+        await produce(outbox, config["name"], quiet)
         report("quiet")
         await leave.wait()
     await outbox.close()

@@ -1,7 +1,7 @@
-"""The promises of delivery, order, batches, hooks and the inbox with many events, crashes and several processes.
+"""Guarantees of delivery, order, batches, hooks and the inbox with many events, crashes and several processes.
 
-``OUTBOXIO_TEST_FULL_SIZE=1`` runs them at the size that they are stated for, which takes minutes for each database; the
-figures are printed with ``-s``. The suite runs them small.
+``OUTBOXIO_TEST_FULL_SIZE=1`` runs them at the documented size, which takes minutes for each database; ``-s`` prints the
+figures. The suite runs them at a small size.
 """
 
 from __future__ import annotations
@@ -80,29 +80,33 @@ MODES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.real_time("measures a rate")
 @pytest.mark.parametrize("mode", MODES)
-async def test_a_transactional_effect_is_there_exactly_once(
+async def test_a_transactional_effect_exists_exactly_once(
     make_outbox: MakeOutbox, look: Look, start_program: StartProgram, mode: str
 ) -> None:
     number = size(1000, 40)
     outbox = await make_outbox()
     await make_wallets(look)
-    told = {
+    config = {
         "database": look.url,
         "handler": "transactional",
         "mode": "ok",
         "settings": {"lock_heartbeat": 1.0},
         **MODES[mode],
     }
-    workers = [await start_program(WORKER, **told, after=BETWEEN_CRASHES) for _ in range(1 + (mode == "stolen lock"))]
+    workers = [await start_program(WORKER, **config, after=BETWEEN_CRASHES) for _ in range(1 + (mode == "stolen lock"))]
     for worker in workers:
         await worker.until("running")
+        if mode == "stolen lock":
+            await worker.until("stole")
     begun = time.monotonic()
 
     await emit(outbox, number)
-    crashes = await _until_finished(look, number, workers, lambda: start_program(WORKER, **told, after=BETWEEN_CRASHES))
+    crashes = await _until_finished(
+        look, number, workers, lambda: start_program(WORKER, **config, after=BETWEEN_CRASHES)
+    )
 
     seconds = time.monotonic() - begun
-    if "crash" not in told:  # otherwise its last commit may have been its end
+    if "crash" not in config:  # otherwise its last commit may have ended it
         await workers[-1].leave()
     counted = await look.value("SELECT CAST(SUM(balance) AS CHAR(10)) AS n FROM wallets")
     runs = sum(len(worker.of("done")) for worker in workers)
@@ -116,7 +120,7 @@ async def test_a_transactional_effect_is_there_exactly_once(
 async def _until_finished(
     look: Look, number: int, workers: list[Worker], start: Callable[[], Awaitable[Worker]]
 ) -> int:
-    """Wait until all work is done, replacing each process that dies; returns the number of deaths."""
+    """Wait until all work is done, replacing each process that dies; return the number of deaths."""
     deadline, crashes = time.monotonic() + size(600, 60), 0
     while not await is_finished(look, number):
         assert time.monotonic() < deadline, await look.states()
@@ -128,8 +132,8 @@ async def _until_finished(
 
 
 @pytest.mark.real_time("measures a rate")
-async def test_what_a_transaction_costs(make_outbox: MakeOutbox, look: Look, start_program: StartProgram) -> None:
-    """No rule about time: the same effect, by both kinds of delivery."""
+async def test_the_cost_of_a_transaction(make_outbox: MakeOutbox, look: Look, start_program: StartProgram) -> None:
+    """No timing requirement: the same effect, by both kinds of delivery."""
     number = size(1000, 40)
     outbox = await make_outbox()
     await make_wallets(look)
@@ -186,20 +190,20 @@ def starts_by_key(workers: Sequence[Worker]) -> dict[str, list[int]]:
     return starts
 
 
-async def test_order_holds_while_processes_die_and_handlers_fail(
+async def test_order_holds_while_processes_and_handlers_fail(
     make_outbox: MakeOutbox, look: Look, start_program: StartProgram
 ) -> None:
     keys, each = size(200, 20), size(50, 10)
     poison = 7 * 1000 + each // 2
     outbox = await make_outbox(settings=Settings(notify=False))
     await make_wallets(look, keys)
-    told = {
+    config = {
         "database": look.url, "handler": "ordered", "poison": poison, "failing": 0.1, "pause": 0.001,
         "settings": {"lock_heartbeat": 1.0},
     }  # fmt: skip
-    first = await start_program(WORKER, **told)
+    first = await start_program(WORKER, **config)
     await first.until("running")
-    second = await start_program(WORKER, **told)
+    second = await start_program(WORKER, **config)
     await second.until("running")
 
     posting = asyncio.create_task(post_all(outbox, keys, each))
@@ -228,10 +232,10 @@ async def test_order_holds_while_processes_die_and_handlers_fail(
 
 @pytest.mark.real_time("measures how long a backlog takes")
 @pytest.mark.above_statements
-async def test_a_poison_does_not_slow_other_keys_down(
+async def test_a_poison_event_does_not_slow_down_other_keys(
     make_outbox: MakeOutbox, look: Look, start_program: StartProgram
 ) -> None:
-    """No rule about time: the figures of both, and the rule that all events beside the poisoned key are done."""
+    """No timing requirement: the figures of both, and the rule that all events except the poison key are handled."""
     keys, each = size(200, 10), size(50, 5)
     seconds: dict[bool, float] = {}
     done = 0
@@ -264,9 +268,9 @@ async def test_a_poison_does_not_slow_other_keys_down(
 
 
 @pytest.mark.real_time("measures how long a backlog takes")
-async def test_rows_behind_blocked_keys_cost_the_others_nothing(make_outbox: MakeOutbox, look: Look) -> None:
-    """No rule about time: plans are pinned elsewhere. The free keys are done, and the rows behind a blocked key stay as
-    they are.
+async def test_rows_behind_blocked_keys_do_not_slow_down_others(make_outbox: MakeOutbox, look: Look) -> None:
+    """No timing requirement: plans are tested elsewhere. The free keys are finished, and rows behind a blocked key
+    stay.
     """
     behind, free = size(100_000, 300), size(5000, 100)
     outbox = await make_outbox()
@@ -308,7 +312,7 @@ async def test_rows_behind_blocked_keys_cost_the_others_nothing(make_outbox: Mak
 
 
 @pytest.mark.above_statements
-async def test_one_poisoned_event_in_many_batches(make_outbox: MakeOutbox, clock: MovableClock, look: Look) -> None:
+async def test_one_poison_event_in_many_batches(make_outbox: MakeOutbox, clock: MovableClock, look: Look) -> None:
     number, batch, attempts = size(10_000, 400), size(500, 50), 3
     outbox = await make_outbox(clock=clock)
     calls: list[int] = []
@@ -335,7 +339,7 @@ async def test_one_poisoned_event_in_many_batches(make_outbox: MakeOutbox, clock
 
 
 @pytest.mark.above_statements
-async def test_every_verdict_is_told_once_and_a_stubborn_hook_is_seen(make_outbox: MakeOutbox, look: Look) -> None:
+async def test_every_outcome_is_reported_once_despite_failing_hooks(make_outbox: MakeOutbox, look: Look) -> None:
     number, attempts = size(100, 30), 3
     outbox = await make_outbox(settings=Settings(handling_max_backoff_cap="30ms", handling_poll_delay="50ms"))
     runs, hooks = Counter[int](), Counter[int]()
@@ -373,7 +377,7 @@ async def _are_dead(look: Look, number: int) -> bool:
 # --- inbox -----------------------------------------------------------------------------------------
 
 
-async def test_messages_of_two_sources_that_are_delivered_again_and_again(
+async def test_messages_of_two_sources_that_are_delivered_repeatedly(
     make_outbox: MakeOutbox, clock: MovableClock, look: Look
 ) -> None:
     messages, deliveries = size(1000, 50), 5

@@ -1,4 +1,4 @@
-"""Handlers that block the event loop: the locks, the repeated runs, and the log."""
+"""Handlers that block the event loop: locks, repeated runs, and the log."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.kit.app import Emit, Journal, Look, MoneyDeposited, WalletOpened, eve
 from tests.kit.inside import locks_of
 from tests.kit.leaks import Leaks
 from tests.kit.processes import ROOT, Worker
-from tests.kit.server_acts import ServerActs, acts_on
+from tests.kit.server_actions import ServerActions, actions_on
 from tests.kit.spies import counters
 
 pytestmark = pytest.mark.above_statements
@@ -32,7 +32,7 @@ MakeOutbox = Callable[..., Awaitable[Outbox]]
 
 #: A machine that stops a process for 3 s does not end the session with the locks, which may be silent for 3.6 s.
 HEARTBEAT = 2.0
-BLOCKS = 2.25 * HEARTBEAT  # seconds: longer than a silent session may live
+BLOCKS = 2.25 * HEARTBEAT  # seconds: longer than the server keeps a silent session
 SHORT = 0.5  # a heartbeat where the locks may be lost
 FANOUT, DISPATCH = "app/fanout", "app/dispatch/report"
 RECEIPT = LockName("app", "dispatch", "report")
@@ -70,7 +70,7 @@ def lines(worker: Worker) -> list[str]:
 # --- the session lives in a thread ---------------------------------------------------------------
 
 
-async def test_a_handler_that_blocks_for_long_runs_once_and_keeps_its_lock(
+async def test_a_long_blocking_handler_runs_once_and_keeps_its_lock(
     server_url: str, producer: Outbox, rows: Look, start_worker: StartWorker
 ) -> None:
     handler = {"name": "report", "blocks": BLOCKS}
@@ -99,7 +99,7 @@ async def test_short_blocks_in_a_row_repeat_nothing(
 
 
 @pytest.mark.real_time("the event loop is truly blocked")
-async def test_the_locks_are_known_to_be_held_as_soon_as_a_blocked_loop_goes_on(server_url: str) -> None:
+async def test_locks_are_proven_as_soon_as_a_blocked_loop_continues(server_url: str) -> None:
     settings = Settings(lock_heartbeat=HEARTBEAT)
     async with opened(Outbox(server_url, namespace="app", settings=settings)) as outbox:
         outbox.handler(MoneyDeposited, name="report")(Journal())
@@ -112,14 +112,14 @@ async def test_the_locks_are_known_to_be_held_as_soon_as_a_blocked_loop_goes_on(
 
 
 @pytest.mark.real_time("the event loop is truly blocked")
-async def test_a_session_that_ended_while_the_loop_was_blocked_is_not_believed_in(server_url: str, rows: Look) -> None:
-    acts = acts_on(server_url)
+async def test_a_session_that_ended_during_a_block_is_not_trusted(server_url: str, rows: Look) -> None:
+    acts = actions_on(server_url)
     settings = Settings(lock_heartbeat=SHORT)
     async with opened(Outbox(server_url, namespace="app", settings=settings)) as outbox:
         outbox.handler(MoneyDeposited, name="report")(Journal())
         async with outbox.running():
             await eventually(lambda: locks_of(outbox).holds(RECEIPT))
-            ended = threading.Thread(target=end_lock_session, args=(acts, acts.own_sessions(outbox)["lock"]))
+            ended = threading.Thread(target=end_lock_session, args=(acts, acts.outbox_sessions(outbox)["lock"]))
             ended.start()
             ended.join()  # which blocks the event loop
             locks, loop = locks_of(outbox), asyncio.get_running_loop()
@@ -129,19 +129,19 @@ async def test_a_session_that_ended_while_the_loop_was_blocked_is_not_believed_i
 
 
 def block_until(holds: Callable[[], bool]) -> None:
-    """Block the event loop until a different thread has made the condition true."""
+    """Block the event loop until another thread has made the condition true."""
     while not holds():
         time.sleep(0.01)
 
 
-def end_lock_session(acts: ServerActs, session: int) -> None:
+def end_lock_session(acts: ServerActions, session: int) -> None:
     asyncio.run(acts.end([session]))
 
 
-async def test_a_process_whose_loop_never_comes_back_is_replaced(
+async def test_a_process_whose_loop_stays_blocked_is_replaced(
     server_url: str, producer: Outbox, rows: Look, start_worker: StartWorker
 ) -> None:
-    """As long as a handler may run, and then for as long as a session may be silent."""
+    """After the handler timeout, and then the idle timeout of a session."""
     options = {"lock_heartbeat": SHORT, "handler_timeout": 2 * SHORT}
     holder = await start_worker(server_url, {"name": "report", "blocks": 3600}, **options)
     await holder.until_running(FANOUT, DISPATCH)
@@ -154,7 +154,7 @@ async def test_a_process_whose_loop_never_comes_back_is_replaced(
     taken_at = (await standby.until("taken", lock=DISPATCH))[0]["at"]
     assert taken_at - blocked_at > 2 * SHORT
     await eventually(lambda: all_succeeded(rows, 1))
-    [line] = [line for line in lines(holder) if "has not run for" in line]
+    [line] = [line for line in lines(holder) if "has been blocked for" in line]
     assert "running: report (" in line
     assert "worker.py:" in line
 
@@ -162,12 +162,10 @@ async def test_a_process_whose_loop_never_comes_back_is_replaced(
 # --- given pools ---------------------------------------------------------------------------------
 
 
-async def test_over_a_given_pool_each_process_runs_a_blocking_handler_at_most_once(
+async def test_over_a_user_pool_each_process_runs_a_blocking_handler_once(
     server_url: str, producer: Outbox, rows: Look, start_worker: StartWorker
 ) -> None:
-    """The sessions are lost, because they need the event loop; the outcome of a run is remembered, and written in the
-    end.
-    """
+    """The sessions are lost, because they need the event loop; the outcome of a run is kept, and finally written."""
     handler = {"name": "report", "blocks": 5 * SHORT}
     options = {"lock_heartbeat": SHORT, "given_pool": True}
     pair = await a_pair(start_worker, server_url, handler, **options)
@@ -179,7 +177,7 @@ async def test_over_a_given_pool_each_process_runs_a_blocking_handler_at_most_on
         assert max(Counter(worker.amounts).values(), default=0) <= 1, "it ran again in the same process"
 
 
-async def test_over_a_given_pool_short_blocks_in_a_row_repeat_nothing(
+async def test_over_a_user_pool_short_blocks_repeat_nothing(
     server_url: str, producer: Outbox, rows: Look, start_worker: StartWorker
 ) -> None:
     handler = {"name": "report", "blocks": 0.8}
@@ -196,10 +194,8 @@ async def test_over_a_given_pool_short_blocks_in_a_row_repeat_nothing(
 
 
 @pytest.mark.real_time("the event loop is truly blocked")
-async def test_a_handler_that_had_to_wait_for_one_that_blocks_is_not_too_late_for_that(
-    make_outbox: MakeOutbox, look: Look
-) -> None:
-    """The awaited answer was there in time, while the loop could not deliver it."""
+async def test_a_handler_delayed_by_a_blocking_one_does_not_time_out(make_outbox: MakeOutbox, look: Look) -> None:
+    """The awaited response was there in time, while the loop could not deliver it."""
     outbox, has_begun, waits = await make_outbox(), asyncio.Event(), Journal()
 
     @outbox.handler(MoneyDeposited, name="waits", timeout="700ms")
@@ -221,7 +217,7 @@ async def test_a_handler_that_had_to_wait_for_one_that_blocks_is_not_too_late_fo
 
 
 @pytest.mark.real_time("the event loop is truly blocked")
-async def test_while_a_loop_is_blocked_again_and_again_time_limits_still_hold(make_outbox: MakeOutbox) -> None:
+async def test_timeouts_still_apply_while_a_loop_is_blocked_repeatedly(make_outbox: MakeOutbox) -> None:
     outbox = await make_outbox()
 
     @outbox.handler(MoneyDeposited, name="slow", timeout="700ms")
@@ -243,7 +239,7 @@ def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.mark.real_time("the event loop is truly blocked")
-async def test_the_log_names_the_handler_that_blocks_and_its_line(
+async def test_the_worker_log_names_the_blocking_handler_and_its_line(
     make_outbox: MakeOutbox, caplog: pytest.LogCaptureFixture
 ) -> None:
     outbox, other = await make_outbox(), Journal()
@@ -263,23 +259,23 @@ async def test_the_log_names_the_handler_that_blocks_and_its_line(
         await eventually(lambda: counters(outbox).succeeded == 2)
         assert counters(outbox).standstills >= 1
 
-    # A busy machine may stop the process as well: that is a different line, or this one if the handler is on.
+    # A busy machine may stop the process as well: that is logged differently, or like this if the handler is running.
     [line] = [line for line in warnings_in(caplog) if f"; running: crunches ({__file__}:" in line]
     assert "in crunches)" in line
     assert "waits" not in line
-    assert line.startswith("this process stood still for ") or (
-        line.startswith("the event loop stood still for ") and "asyncio.to_thread" in line
+    assert line.startswith("this process was suspended for ") or (
+        line.startswith("event loop blocked for ") and "asyncio.to_thread" in line
     )
 
 
 @pytest.mark.real_time("the event loop is truly blocked")
 @pytest.mark.parametrize("source", ["url", "given-pool"])
-async def test_a_blocked_loop_shows_nothing_of_the_driver_s_insides(
+async def test_the_log_of_a_blocked_loop_shows_no_driver_internals(
     server_url: str, source: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Sessions that were idle, or in the middle of the transaction that writes an outcome with its events."""
+    """Sessions that were idle, or in the transaction that writes an outcome with its events."""
     settings = Settings(lock_heartbeat=SHORT)
-    async with acts_on(server_url).pool() as pool:
+    async with actions_on(server_url).pool() as pool:
         outbox = Outbox(server_url if source == "url" else pool, namespace="app", settings=settings)
         async with opened(outbox):
 
@@ -293,10 +289,10 @@ async def test_a_blocked_loop_shows_nothing_of_the_driver_s_insides(
                 await eventually(lambda: counters(outbox).succeeded == 2)
     assert [record.getMessage() for record in caplog.records if record.exc_info] == []
     known = (
-        "the event loop stood still",
-        "this process stood still",
-        "the session that holds the cluster locks has ended",
-        "were refused",
+        "event loop blocked for",
+        "this process was suspended",
+        "cluster lock session lost",
+        "were rejected",
     )
     assert [line for line in warnings_in(caplog) if not any(words in line for words in known)] == []
 
@@ -308,14 +304,14 @@ def open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-async def test_entering_and_leaving_again_and_again_leaves_no_thread_and_no_descriptor(
+async def test_repeated_entering_and_leaving_leaks_no_thread_or_descriptor(
     make_outbox: MakeOutbox, leaks: Leaks
 ) -> None:
     outbox = await make_outbox()
     outbox.handler(MoneyDeposited, name="report")(Journal())
-    await asyncio.to_thread(time.sleep, 0)  # the executor's thread is not ours
+    await asyncio.to_thread(time.sleep, 0)  # the executor's thread is not part of outboxio
     threads = files = 0
-    warm, cycles = 2, 9  # threads of the executor and readers of SQLite are made when they are needed, also later
+    warm, cycles = 2, 9  # executor threads and SQLite readers are created on demand, also later
     for cycle in range(warm + 1 + cycles):
         async with outbox.running():
             await outbox.executor.execute(Emit((cycle,)))
@@ -362,7 +358,7 @@ def script(url: str, body: str, heartbeat: float = SHORT) -> list[str]:
 
 
 def run(url: str, body: str, heartbeat: float = SHORT) -> tuple[int, list[str], str]:
-    """Run such a script, and return its exit code, its output and its warnings."""
+    """Run such a script, and return its exit code, output and warnings."""
     done = subprocess.run(script(url, body, heartbeat), cwd=ROOT, capture_output=True, text=True, timeout=30)
     return done.returncode, done.stdout.split(), done.stderr
 
@@ -382,7 +378,7 @@ EXITS_INSIDE = """
 
 
 @pytest.mark.parametrize("body", [ABANDONS_ITS_LOOP, EXITS_INSIDE], ids=["abandons-its-loop", "exits-inside"])
-async def test_the_thread_keeps_no_interpreter_from_exiting(server_url: str, body: str) -> None:
+async def test_the_thread_does_not_prevent_interpreter_exit(server_url: str, body: str) -> None:
     code, said, complaints = await asyncio.to_thread(run, server_url, body)
     assert (code, said) == (0, ["entered"]), complaints
 
@@ -398,7 +394,7 @@ CLOSES_ITS_LOOP = """
 """
 
 
-async def test_the_thread_ends_with_the_session_of_a_loop_that_was_closed(server_url: str) -> None:
+async def test_the_thread_ends_with_the_session_of_a_closed_loop(server_url: str) -> None:
     code, said, complaints = await asyncio.to_thread(run, server_url, CLOSES_ITS_LOOP)
     assert (code, said) == (0, ["entered", "0"]), complaints
 
@@ -410,7 +406,7 @@ STOPS_ITS_LOOP = """
 """
 
 
-async def test_a_loop_that_nobody_runs_any_more_keeps_no_lock(server_url: str, start_worker: StartWorker) -> None:
+async def test_a_stopped_loop_keeps_no_lock(server_url: str, start_worker: StartWorker) -> None:
     process = await asyncio.create_subprocess_exec(
         *script(server_url, STOPS_ITS_LOOP), cwd=ROOT, stdout=asyncio.subprocess.PIPE
     )
@@ -452,8 +448,8 @@ FORKS = """
 """
 
 
-async def test_a_forked_child_has_a_thread_of_its_own_and_leaves_the_parent_s_alone(server_url: str) -> None:
-    """The child has copies of the parent's sockets, and of all objects that may close the sockets."""
+async def test_a_forked_child_has_its_own_thread(server_url: str) -> None:
+    """The child has copies of the parent's sockets, and of all objects that may close them."""
     code, said, complaints = await asyncio.to_thread(run, server_url, FORKS, HEARTBEAT)
     assert (code, said[:4]) == (0, ["entered", "entered", "child", "0"]), complaints
-    assert said[4:] == ["gains", "3", "True"], complaints  # two locks taken, and trusted once
+    assert said[4:] == ["gains", "3", "True"], complaints  # two locks acquired, and trusted once

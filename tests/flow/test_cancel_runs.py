@@ -1,4 +1,4 @@
-"""An operator in one process cancels a run in another one."""
+"""An operator in one process cancels a run in another."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.flow.conftest import StartWorker
 from tests.kit.app import Emit, Journal, Look, MoneyDeposited, eventually, hang, opened
 
 
-async def test_the_process_that_has_the_run_cancels_it(
+async def test_the_process_that_runs_the_notification_cancels_it(
     database_url: str, start_worker: StartWorker, look: Look
 ) -> None:
     async with opened(Outbox(database_url, namespace="app")) as operator:
@@ -33,14 +33,14 @@ async def test_the_process_that_has_the_run_cancels_it(
         [record] = await operator.admin.inspect(record.id)
         assert (record.state, record.attempts, record.errors[-1]["type"]) == ("FAILED", 1, "CancelledByOperator")
         assert not owner.of("done")
-        [left_alone] = await operator.admin.list(handler="other")
-        assert (left_alone.state, left_alone.attempts) == ("PENDING", 0), "the other run goes on"
+        [second] = await operator.admin.list(handler="other")
+        assert (second.state, second.attempts) == ("PENDING", 0), "the other run was interrupted"
 
 
-async def test_a_wake_up_reaches_the_owner_before_its_next_read(
+async def test_a_wakeup_reaches_the_owner_before_its_next_read(
     postgres_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outboxio.runtime.run_loops.ORDERS_DELAY", 3600.0)
+    monkeypatch.setattr("outboxio.runtime.run_loops.DECISIONS_DELAY", 3600.0)
     async with (
         opened(Outbox(postgres_url, namespace="app")) as owner,
         Outbox(postgres_url, namespace="app") as operator,

@@ -1,4 +1,4 @@
-"""Cancellation at any moment: no task is left, no attempt is used up, and the next run does the rest."""
+"""Cancellation at any point: no task is left, no attempt is used, and the next run does the remaining work."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ MakeOutbox = Callable[..., Awaitable[Outbox]]
 POOL = 1  # the pool for actions keeps these open until close()
 
 
-async def no_attempt_was_burnt(look: Look) -> None:
-    """Every row is either untouched or done; no run that was cut short has counted."""
+async def no_attempt_was_used(look: Look) -> None:
+    """Every row is either untouched or done; no interrupted run was counted."""
     rows = {(row["state"], row["attempts"]) for row in await look.notifications()}
     assert rows <= {("PENDING", 0), ("SUCCEEDED", 1)}
 
 
 @pytest.mark.real_time("cancels at many points in time")
-async def test_running_cancelled_at_any_moment_leaves_nothing_behind(
+async def test_cancelling_running_at_any_point_leaves_nothing_behind(
     make_outbox: MakeOutbox, look: Look, leaks: Leaks, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Some handlers end within the time that they get, some do not."""
+    """Some handlers finish within their time, some do not."""
     outbox, journal = await make_outbox(settings=Settings(shutdown_timeout="20ms")), Journal()
     started = asyncio.Event()
 
@@ -47,17 +47,17 @@ async def test_running_cancelled_at_any_moment_leaves_nothing_behind(
             await outbox.executor.execute(Emit(tuple(range(6))))
             await hang()
 
-    for moment in range(24):
+    for step in range(24):
         started.clear()
         task = asyncio.create_task(stay())
-        if moment % 2:
+        if step % 2:
             await started.wait()
-        await asyncio.sleep(0.005 * moment)
+        await asyncio.sleep(0.005 * step)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         await leaks.nothing_is_left(POOL)
-    await no_attempt_was_burnt(look)
+    await no_attempt_was_used(look)
 
     drained = await outbox.drain()
 
@@ -68,9 +68,7 @@ async def test_running_cancelled_at_any_moment_leaves_nothing_behind(
     assert [r for r in caplog.records if r.levelno >= logging.ERROR and r.name.startswith("outboxio")] == []
 
 
-async def test_leaving_cancelled_comes_to_its_end_all_the_same(
-    make_outbox: MakeOutbox, look: Look, leaks: Leaks
-) -> None:
+async def test_leaving_finishes_although_it_is_cancelled(make_outbox: MakeOutbox, look: Look, leaks: Leaks) -> None:
     outbox, started, let_go = await make_outbox(), Journal(), asyncio.Event()
 
     @outbox.handler(MoneyDeposited, name="first")
@@ -97,7 +95,7 @@ async def test_leaving_cancelled_comes_to_its_end_all_the_same(
     assert await look.states() == {"SUCCEEDED": 2}
 
 
-async def test_a_timeout_around_running_leaves_in_order(make_outbox: MakeOutbox, look: Look, leaks: Leaks) -> None:
+async def test_a_timeout_around_running_leaves_cleanly(make_outbox: MakeOutbox, look: Look, leaks: Leaks) -> None:
     outbox, journal = await make_outbox(), Journal()
     outbox.handler(MoneyDeposited, name="first")(journal)
     with pytest.raises(TimeoutError):  # noqa: PT012  # it is raised by the end of the block
@@ -110,9 +108,7 @@ async def test_a_timeout_around_running_leaves_in_order(make_outbox: MakeOutbox,
     assert await look.states() == {"SUCCEEDED": 2}
 
 
-async def test_a_handler_s_inner_task_that_is_cancelled_is_an_ordinary_failure(
-    make_outbox: MakeOutbox, look: Look
-) -> None:
+async def test_a_cancelled_inner_task_of_a_handler_is_an_ordinary_failure(make_outbox: MakeOutbox, look: Look) -> None:
     outbox = await make_outbox()
 
     @outbox.handler(MoneyDeposited, name="first")
@@ -127,7 +123,7 @@ async def test_a_handler_s_inner_task_that_is_cancelled_is_an_ordinary_failure(
     assert [(row["state"], row["attempts"]) for row in rows] == [("FAILED", 1)] * 2
 
 
-async def test_a_handler_that_cancels_itself_fails_and_is_not_run_again_at_once(
+async def test_a_handler_that_cancels_itself_fails_and_is_retried_later(
     make_outbox: MakeOutbox, look: Look, leaks: Leaks
 ) -> None:
     outbox, journal = await make_outbox(), Journal()
@@ -148,7 +144,7 @@ async def test_a_handler_that_cancels_itself_fails_and_is_not_run_again_at_once(
 
 
 @pytest.mark.real_time("cancels at many points in time")
-async def test_drain_cancelled_at_any_moment_leaves_nothing_behind(
+async def test_cancelling_a_drain_at_any_point_leaves_nothing_behind(
     make_outbox: MakeOutbox, look: Look, leaks: Leaks
 ) -> None:
     outbox, journal = await make_outbox(), Journal()
@@ -159,21 +155,21 @@ async def test_drain_cancelled_at_any_moment_leaves_nothing_behind(
         await journal(envelope)
 
     await outbox.executor.execute(Emit(tuple(range(20))))
-    for moment in range(16):
+    for step in range(16):
         task = asyncio.create_task(outbox.drain())
-        await asyncio.sleep(0.004 * moment)
+        await asyncio.sleep(0.004 * step)
         task.cancel()
         with suppress(asyncio.CancelledError):
             await task
         await leaks.nothing_is_left(POOL)
-    await no_attempt_was_burnt(look)
+    await no_attempt_was_used(look)
 
     async with outbox.running():
         await eventually(lambda: _are(look, {"SUCCEEDED": 20}))
     assert {int(e.event.amount) for e in journal.envelopes} == set(range(20))
 
 
-async def test_a_drain_that_runs_out_of_time_cancels_its_handlers_and_burns_no_attempt(
+async def test_a_drain_timeout_cancels_its_handlers_and_uses_no_attempt(
     make_outbox: MakeOutbox, look: Look, leaks: Leaks
 ) -> None:
     outbox, started = await make_outbox(), Journal()
@@ -196,18 +192,18 @@ async def test_a_drain_that_runs_out_of_time_cancels_its_handlers_and_burns_no_a
     [(1, {}), (1, {"late": True}), (1, {"again": True}), (2, {"again": True})],
     ids=["early", "late", "again-and-again", "two-shards"],
 )
-async def test_entering_cancelled_at_every_wait_leaves_nothing_behind(
+async def test_cancelling_entry_at_every_wait_leaves_nothing_behind(
     make_outbox: MakeOutbox, leaks: Leaks, database_url: str, second_url: str, shards: int, way: dict[str, bool]
 ) -> None:
     both = {"one": database_url, "two": second_url}
     outbox, journal = await make_outbox(database=database_url if shards == 1 else both), Journal()
     outbox.handler(MoneyDeposited, name="first")(journal)
-    for moment in itertools.count(1):
+    for step in itertools.count(1):
         stay = outbox.running()
-        entering = Cancelling(stay.__aenter__(), moment, **way)
+        entering = Cancelling(stay.__aenter__(), step, **way)
         task = asyncio.create_task(_await(entering))
         await asyncio.wait([task])
-        assert task.cancelled() == entering.has_struck, f"cancelled at wait {moment}, it went on"
+        assert task.cancelled() == entering.has_struck, f"cancelled at wait {step}, but not interrupted"
         if not entering.has_struck:
             await task
             await stay.__aexit__(None, None, None)
@@ -221,21 +217,21 @@ async def test_entering_cancelled_at_every_wait_leaves_nothing_behind(
 
 
 @pytest.mark.parametrize("way", [{}, {"late": True}, {"again": True}], ids=["early", "late", "again-and-again"])
-async def test_after_an_administrator_was_cancelled_at_every_wait_what_he_does_is_committed(
+async def test_a_migration_works_after_cancellations_at_every_wait(
     make_outbox: MakeOutbox, look: Look, way: dict[str, bool]
 ) -> None:
     outbox = await make_outbox()
     outbox.handler(MoneyDeposited, name="first")(Journal())
-    for moment in itertools.count(1):
-        migrating = Cancelling(outbox.migrate(), moment, **way)
+    for step in itertools.count(1):
+        migrating = Cancelling(outbox.migrate(), step, **way)
         task = asyncio.create_task(_await(migrating))
         await asyncio.wait([task])
-        assert task.cancelled() == migrating.has_struck, f"cancelled at wait {moment}, it went on"
+        assert task.cancelled() == migrating.has_struck, f"cancelled at wait {step}, but not interrupted"
         if not migrating.has_struck:
             break
         await outbox.migrate()
         await outbox.admin.pause("first")
-        assert await look.value("SELECT count(*) FROM {pauses} WHERE ended_date IS NULL") == 1, f"after wait {moment}"
+        assert await look.value("SELECT count(*) FROM {pauses} WHERE ended_date IS NULL") == 1, f"after wait {step}"
         assert await outbox.admin.unpause("first")
 
 

@@ -1,4 +1,4 @@
-"""The ``outboxio`` command as people and scripts run it. Workers and the demo have a process of their own."""
+"""The ``outboxio`` command as people and scripts use it. Workers and the demo run in their own processes."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from tests.kit.app import Look, eventually
 from tests.kit.forked import Forked, fork
 from tests.kit.marks import needs_partitions
 from tests.kit.process_state import restored
-from tests.kit.server_acts import with_password
+from tests.kit.server_actions import with_password
 
 pytestmark = pytest.mark.above_statements
 
 ROOT = Path(__file__).parents[2]
 
-# An application: its handler writes a file when it begins, and waits for a second file if there is to be one.
+# An application whose handler writes a file when it starts, and may wait for a second file.
 SHOP = """
 import asyncio, os
 from pathlib import Path
@@ -77,7 +77,7 @@ class Order(Action):
 
 
 class Answer:
-    """The answer of a command."""
+    """The result of a command."""
 
     def __init__(self, code: int | None, out: str, err: str) -> None:
         self.code = code
@@ -92,7 +92,7 @@ class Answer:
         return f"exit {self.code}\n--- stdout\n{self.out}\n--- stderr\n{self.err}"
 
 
-#: Commands that need a process of their own: they handle signals, or show all classes of events of the process.
+#: Commands that need a separate process: they handle signals, or show all classes of events of the process.
 APART = ("worker", "demo", "describe")
 
 
@@ -105,7 +105,7 @@ class Command:
         (directory / "shop.py").write_text(SHOP)
 
     async def __call__(self, *arguments: str, **environ: str) -> Answer:
-        """The answer of a command that ends by itself."""
+        """The result of a command that ends by itself."""
         if arguments[0] not in APART:
             return await asyncio.to_thread(self._in_this_process, arguments, self._environ(environ))
         async with self.started(*arguments, **environ) as process:
@@ -135,7 +135,7 @@ class Command:
 
     @asynccontextmanager
     async def started(self, *arguments: str, **environ: str) -> AsyncIterator[Forked]:
-        """The command under way; the command does not outlive the block."""
+        """The running command, which does not outlive the block."""
         process = await fork(
             *("outboxio.cli", *arguments), folder=self.directory, environ=self._environ(environ), with_stderr=True
         )
@@ -154,9 +154,7 @@ def command(tmp_path: Path, database_url: str) -> Command:
 
 @pytest.fixture
 def local(tmp_path: Path) -> Command:
-    """The command where no server is needed: for behaviour that is the same on every database, or that needs no
-    database.
-    """
+    """The command without a server: for behaviour that is the same on every database, or that needs none."""
     return Command(tmp_path, f"sqlite:///{tmp_path / 'local.db'}")
 
 
@@ -182,13 +180,13 @@ async def line_with(stream: asyncio.StreamReader | None, text: str) -> None:
         async for line in stream:
             if text in line.decode():
                 return
-    raise AssertionError(f"the process ended and never said {text!r}")
+    raise AssertionError(f"the process ended without printing {text!r}")
 
 
 # --- migrate and check ---------------------------------------------------------------------------
 
 
-async def test_migrate_says_which_files_it_applied_and_then_that_there_are_none(command: Command) -> None:
+async def test_migrate_lists_the_applied_files_once(command: Command) -> None:
     files = [file.name for file in sql_files(Look(command.database).dialect)]
 
     first, second = await command("migrate", "shop:outbox"), await command("migrate", "shop:outbox")
@@ -197,10 +195,10 @@ async def test_migrate_says_which_files_it_applied_and_then_that_there_are_none(
     assert first.code == second.code == check.code == 0, first
     assert all(file in first.out for file in files)
     assert "up to date" in second.out
-    assert "every table, column and index is there" in check.out
+    assert "all tables, columns and indexes exist" in check.out
 
 
-async def test_migrate_answers_machines_shard_by_shard(command: Command) -> None:
+async def test_migrate_prints_each_shard_as_json(command: Command) -> None:
     files = [file.name for file in sql_files(Look(command.database).dialect)]
 
     assert (await command("migrate", "--database", command.database, "--json")).json == {
@@ -213,7 +211,7 @@ async def test_migrate_answers_machines_shard_by_shard(command: Command) -> None
     }
 
 
-async def test_check_of_an_empty_database_names_what_is_missing_and_the_file_to_apply(command: Command) -> None:
+async def test_check_of_an_empty_database_names_missing_parts_and_files(command: Command) -> None:
     answer = await command("check", "shop:outbox")
 
     assert answer.code == 1, answer
@@ -222,7 +220,7 @@ async def test_check_of_an_empty_database_names_what_is_missing_and_the_file_to_
     assert "Traceback" not in answer.err
 
 
-async def test_check_answers_machines(command: Command) -> None:
+async def test_check_has_json_output(command: Command) -> None:
     before = await command("check", "shop:outbox", "--json")
     await command("migrate", "shop:outbox")
     after = await command("check", "shop:outbox", "--json")
@@ -247,7 +245,7 @@ async def test_check_names_one_missing_index(command: Command, shop: Outbox, loo
 # --- status --------------------------------------------------------------------------------------
 
 
-async def test_status_counts_for_machines(command: Command, shop: Outbox) -> None:
+async def test_status_prints_counts_as_json(command: Command, shop: Outbox) -> None:
     await shop.executor.execute(Order(1))
 
     answer = await command("status", "shop:outbox", "--json")
@@ -259,7 +257,7 @@ async def test_status_counts_for_machines(command: Command, shop: Outbox) -> Non
     assert answer.json["errors"] == {}
 
 
-async def test_status_counts_for_people(local: Command, local_shop: Outbox) -> None:
+async def test_status_prints_counts_as_text(local: Command, local_shop: Outbox) -> None:
     await local_shop.executor.execute(Order(1))
 
     answer = await local("status", "--database", local.database, "--namespace", "shop")
@@ -280,7 +278,7 @@ async def test_a_misspelt_namespace_is_refused_with_the_known_ones(
     assert (answer.code, answer.err.strip()) == (2, "error: no such namespace 'shp'; there are: 'shop'"), answer
 
 
-async def test_a_database_without_rows_takes_any_namespace(local: Command, local_shop: Outbox) -> None:
+async def test_a_database_without_rows_accepts_any_namespace(local: Command, local_shop: Outbox) -> None:
     answer = await local("doctor", local.database, "--namespace", "shp")
 
     assert answer.code == 0, answer
@@ -288,7 +286,7 @@ async def test_a_database_without_rows_takes_any_namespace(local: Command, local
 
 
 @pytest.mark.parametrize("name", ["status", "list", "list-events", "jobs"])
-async def test_a_command_without_tables_is_one_line_with_the_command_to_run(command: Command, name: str) -> None:
+async def test_a_command_without_tables_prints_the_command_to_run(command: Command, name: str) -> None:
     answer = await command(name, "shop:outbox")
 
     assert answer.code == 1
@@ -298,7 +296,7 @@ async def test_a_command_without_tables_is_one_line_with_the_command_to_run(comm
     assert "`outboxio check shop:outbox` lists the parts and the SQL files" in line
 
 
-async def test_a_database_of_alembic_is_migrated_by_a_revision(local: Command, look: Look) -> None:
+async def test_a_database_managed_by_alembic_is_migrated_by_a_revision(local: Command, look: Look) -> None:
     with sqlite3.connect(local.database.removeprefix("sqlite:///")) as database:
         database.execute("CREATE TABLE alembic_version (version_num VARCHAR(32) NOT NULL)")
     database.close()
@@ -310,7 +308,7 @@ async def test_a_database_of_alembic_is_migrated_by_a_revision(local: Command, l
     assert "outboxio migrate" not in status.err + check.out
 
 
-async def test_status_shows_the_other_shards_when_one_is_down(local: Command, local_shop: Outbox) -> None:
+async def test_status_shows_the_other_shards_if_one_is_unreachable(local: Command, local_shop: Outbox) -> None:
     (local.directory / "sharded.py").write_text(
         "import os\nfrom outboxio import Outbox\n"
         "outbox = Outbox({'up': os.environ['SHOP_DATABASE'], 'down': 'postgresql://127.0.0.1:1/x'}, namespace='shop')\n"
@@ -326,9 +324,9 @@ async def test_status_shows_the_other_shards_when_one_is_down(local: Command, lo
 # --- partitions ----------------------------------------------------------------------------------
 
 
-async def test_partitions_show_the_owners_of_each_handler(command: Command, shop: Outbox) -> None:
+async def test_partitions_shows_the_owners_of_each_handler(command: Command, shop: Outbox) -> None:
     async with command.started("worker", "shop:outbox") as worker:
-        await line_with(worker.stderr, "took shop/dispatch/ship")
+        await line_with(worker.stderr, "acquired shop/dispatch/ship")
         answer = await command("partitions", "shop:outbox")
         of_one = await command("partitions", "--database", command.database, "--namespace", "shop", "send", "--json")
 
@@ -339,10 +337,10 @@ async def test_partitions_show_the_owners_of_each_handler(command: Command, shop
 
 
 @needs_partitions
-async def test_partitions_set_the_number_for_all_processes(command: Command, shop: Outbox, look: Look) -> None:
+async def test_partitions_sets_the_count_for_all_processes(command: Command, shop: Outbox, look: Look) -> None:
 
     async with command.started("worker", "shop:outbox") as worker:
-        await line_with(worker.stderr, "took shop/dispatch/ship")
+        await line_with(worker.stderr, "acquired shop/dispatch/ship")
         answer = await command("partitions", "shop:outbox", "ship", "4")
 
     assert answer.code == 0, answer
@@ -353,14 +351,14 @@ async def test_partitions_set_the_number_for_all_processes(command: Command, sho
 
 
 @needs_partitions
-async def test_partitions_say_who_has_set_the_number(command: Command, shop: Outbox) -> None:
+async def test_partitions_shows_who_set_the_count(command: Command, shop: Outbox) -> None:
     await command("partitions", "shop:outbox", "ship", "4")
     ordered = await command("partitions", "shop:outbox", "ship")
     dry = await command("partitions", "shop:outbox", "ship", "auto", "--dry-run")
     given_back = await command("partitions", "shop:outbox", "ship", "auto")
 
     assert "set by an operator" in " ".join(ordered.out.split())
-    assert "leave the number of partitions of send, ship to outboxio" in " ".join(dry.out.split())
+    assert "let outboxio choose the number of partitions of send, ship" in " ".join(dry.out.split())
     assert "automatic" in given_back.out
 
 
@@ -369,10 +367,10 @@ async def test_partitions_say_who_has_set_the_number(command: Command, shop: Out
     [
         (["shipp"], "did you mean 'ship'?"),
         (["ship", "65"], "expected 'auto', or a whole number from 1 to 64"),
-        (["ship", "8"], "sqlite, which has one writer"),
+        (["ship", "8"], "sqlite, which has a single writer"),
     ],
 )
-async def test_partitions_that_cannot_be_are_refused_in_words(
+async def test_invalid_partition_counts_are_refused_with_a_clear_error(
     local: Command, local_shop: Outbox, arguments: list[str], because: str
 ) -> None:
     answer = await local("partitions", "shop:outbox", *arguments)
@@ -381,7 +379,7 @@ async def test_partitions_that_cannot_be_are_refused_in_words(
     assert because in answer.err
 
 
-async def test_partitions_without_tables_say_what_to_do(local: Command) -> None:
+async def test_partitions_without_tables_says_what_to_do(local: Command) -> None:
     answer = await local("partitions", "shop:outbox")
 
     assert answer.code == 1
@@ -408,7 +406,7 @@ async def test_a_worker_leaves_gracefully_on_sigterm(command: Command, shop: Out
     assert await look.states() == {"SUCCEEDED": 1}
 
 
-async def test_a_second_signal_ends_a_worker_at_once_and_uses_up_no_attempt(local: Command, local_shop: Outbox) -> None:
+async def test_a_second_signal_ends_a_worker_at_once(local: Command, local_shop: Outbox) -> None:
     look = Look(local.database)
     (local.directory / "hold").touch()
     await local_shop.executor.execute(Order(1))
@@ -418,28 +416,28 @@ async def test_a_second_signal_ends_a_worker_at_once_and_uses_up_no_attempt(loca
         worker.send_signal(signal.SIGINT)
         await line_with(worker.stderr, "stopping")
         worker.send_signal(signal.SIGINT)
-        await worker.communicate()  # the handler would go on for ever
+        await worker.communicate()  # the handler would never finish
 
     assert worker.returncode == -signal.SIGINT
     [notification] = await look.notifications()
     assert (notification["state"], notification["attempts"]) == ("PENDING", 0)
 
 
-async def test_a_worker_says_what_it_runs_and_hides_the_password(command: Command, shop: Outbox) -> None:
+async def test_a_worker_prints_what_it_runs_and_hides_the_password(command: Command, shop: Outbox) -> None:
     async with with_password(command.database, "s3cret") as database:
         environ = {"SHOP_DATABASE": database}
         async with command.started("worker", "shop:outbox", **environ) as worker:
-            await line_with(worker.stderr, "took shop/dispatch/ship")
+            await line_with(worker.stderr, "acquired shop/dispatch/ship")
             worker.send_signal(signal.SIGTERM)
             _, err = await worker.communicate()
         answer = await command("worker", "shop:outbox", "--drain", **environ)
 
-    for part in ("fans out and runs handlers for namespace shop", "ship", "Ordered", "also found as send"):
+    for part in ("fans out and runs handlers for namespace shop", "ship", "Ordered", "aliases: send"):
         assert part in answer.err
     assert "s3cret" not in answer.err + err.decode()
 
 
-async def test_a_worker_says_which_jobs_it_runs_and_a_drain_runs_none(local: Command, local_shop: Outbox) -> None:
+async def test_a_worker_prints_its_jobs_and_a_drain_runs_none(local: Command, local_shop: Outbox) -> None:
     (local.directory / "closing.py").write_text(
         "from shop import outbox\n\n@outbox.job('close-day', every='1h')\nasync def close_day() -> None: ...\n"
     )
@@ -454,7 +452,7 @@ async def test_a_worker_says_which_jobs_it_runs_and_a_drain_runs_none(local: Com
     assert "close-day" not in drained.err
 
 
-async def test_draining_ends_by_itself(command: Command, shop: Outbox, look: Look) -> None:
+async def test_a_drain_ends_by_itself(command: Command, shop: Outbox, look: Look) -> None:
     await shop.executor.execute(Order(1))
 
     answer = await command("worker", "shop:outbox", "--drain")
@@ -464,13 +462,13 @@ async def test_draining_ends_by_itself(command: Command, shop: Outbox, look: Loo
     assert await look.states() == {"SUCCEEDED": 1}
 
 
-async def test_draining_answers_no_while_something_waits_for_its_retry(local: Command, local_shop: Outbox) -> None:
+async def test_a_drain_fails_while_a_retry_is_pending(local: Command, local_shop: Outbox) -> None:
     await local_shop.executor.execute(Order(-1))
 
     answer = await local("worker", "shop:outbox", "--drain", "--log-level", "error")
 
     assert answer.code == 1
-    assert "1 left that failed, waiting for a retry" in answer.err
+    assert "1 failed notifications wait for a retry" in answer.err
     assert "there is no such order" not in answer.err
 
 
@@ -488,19 +486,17 @@ async def report(envelopes):
 """
 
 
-async def test_draining_answers_yes_while_events_wait_for_a_schedule(local: Command, local_shop: Outbox) -> None:
+async def test_a_drain_succeeds_while_events_wait_for_a_schedule(local: Command, local_shop: Outbox) -> None:
     (local.directory / "scheduled.py").write_text(SCHEDULED)
     await local_shop.executor.execute(Order(1))
 
     answer = await local("worker", "scheduled:outbox", "--drain")
 
     assert answer.code == 0, answer
-    assert "left for a later moment, by a schedule or a delay: 1" in answer.err
+    assert "scheduled or delayed for later: 1" in answer.err
 
 
-async def test_draining_answers_no_while_a_paused_handler_has_due_notifications(
-    local: Command, local_shop: Outbox
-) -> None:
+async def test_a_drain_fails_while_a_paused_handler_has_due_notifications(local: Command, local_shop: Outbox) -> None:
     await local_shop.executor.execute(Order(1))
     await local("worker", "shop:outbox", "--drain")  # announces the handler
     await local_shop.admin.pause("ship")
@@ -521,18 +517,18 @@ from shop import outbox
 """
 
 
-async def test_an_application_that_sets_up_logging_keeps_its_log(local: Command, local_shop: Outbox) -> None:
+async def test_an_application_that_configures_logging_keeps_its_log(local: Command, local_shop: Outbox) -> None:
     (local.directory / "logs.py").write_text(LOGGING)
     await local_shop.executor.execute(Order(-1))
 
     answer = await local("worker", "logs:outbox", "--drain", "--log-format", "json")
 
-    assert "mine: outboxio.runs.judge handler 'ship' failed" in answer.out
-    assert "mine: outboxio.worker outboxio" in answer.out, "the worker's own words are in the application's log"
-    assert answer.err.splitlines() == ["error: not all is done: 1 left that failed, waiting for a retry"]
+    assert "mine: outboxio.runs.failure_classifier handler 'ship' failed" in answer.out
+    assert "mine: outboxio.worker outboxio" in answer.out, "the worker's records are in the application's log"
+    assert answer.err.splitlines() == ["error: work is left: 1 failed notifications wait for a retry"]
 
 
-async def test_the_log_of_a_worker_is_json_if_it_is_asked_for(local: Command, local_shop: Outbox) -> None:
+async def test_a_worker_logs_json_on_request(local: Command, local_shop: Outbox) -> None:
     await local_shop.executor.execute(Order(-1))
 
     answer = await local("worker", "shop:outbox", "--drain", "--log-format", "json")
@@ -557,9 +553,7 @@ async def speak(envelope):
 """
 
 
-async def test_the_handlers_own_lines_in_the_json_log_of_a_worker_say_for_which_event_they_are(
-    local: Command, local_shop: Outbox
-) -> None:
+async def test_a_handlers_own_records_have_their_event_in_the_json_log(local: Command, local_shop: Outbox) -> None:
     (local.directory / "speaking.py").write_text(SPEAKING)
     await local_shop.executor.execute(Order(1))
 
@@ -571,11 +565,11 @@ async def test_the_handlers_own_lines_in_the_json_log_of_a_worker_say_for_which_
     assert UUID(spoken["outboxio_event_id"])
 
 
-async def test_a_worker_leaves_logging_alone_if_it_is_told_to(local: Command, local_shop: Outbox) -> None:
+async def test_a_worker_leaves_logging_unconfigured_on_request(local: Command, local_shop: Outbox) -> None:
     answer = await local("worker", "shop:outbox", "--drain", "--no-log-setup")
 
     assert answer.code == 0
-    assert answer.err == "", "only what Python's last resort shows: warnings and errors"
+    assert answer.err == "", "only what Python's handler of last resort shows: warnings and errors"
 
 
 async def test_a_worker_without_handling_only_fans_out(local: Command, local_shop: Outbox) -> None:
@@ -595,19 +589,19 @@ async def test_a_worker_without_handling_only_fans_out(local: Command, local_sho
     assert await look.states() == {"PENDING": 1}
 
 
-async def test_a_worker_without_handlers_says_so(local: Command, local_shop: Outbox) -> None:
+async def test_a_worker_without_handlers_logs_a_warning(local: Command, local_shop: Outbox) -> None:
     answer = await local("worker", "shop:handlerless", "--drain")
 
     assert "no handlers are registered" in answer.err
 
 
 @pytest.mark.parametrize("target", ["shop:make", "shop:Container.outbox", "shop:Container.make_later"])
-async def test_an_outbox_is_found_behind_dots_and_calls(local: Command, target: str) -> None:
+async def test_an_outbox_is_found_through_attributes_and_calls(local: Command, target: str) -> None:
     assert (await local("migrate", target)).code == 0
     assert (await local("worker", target, "--drain")).code == 0
 
 
-async def test_the_target_may_stand_in_the_environment_or_in_pyproject(local: Command, local_shop: Outbox) -> None:
+async def test_the_target_may_come_from_the_environment_or_pyproject(local: Command, local_shop: Outbox) -> None:
     (local.directory / "pyproject.toml").write_text('[tool.outboxio]\ntarget = "shop:outbox"\nconcurrency = 7\n')
 
     from_environment = await local("status", "--json", OUTBOXIO_TARGET=local.database, OUTBOXIO_NAMESPACE="other")
@@ -619,7 +613,7 @@ async def test_the_target_may_stand_in_the_environment_or_in_pyproject(local: Co
     assert of_the_command_line.json["handlers"] == []
 
 
-async def test_describe_shows_what_the_code_has_registered_without_a_database(local: Command) -> None:
+async def test_describe_lists_registrations_without_a_database(local: Command) -> None:
     answer = await local("describe", "shop:outbox", "--json", SHOP_DATABASE="postgresql://127.0.0.1:1/app")
     for_people = await local("describe", "shop:handlerless")
 
@@ -627,7 +621,7 @@ async def test_describe_shows_what_the_code_has_registered_without_a_database(lo
     [ship] = answer.json["handlers"]
     assert (ship["name"], ship["aliases"], ship["event_types"]) == ("ship", ["send"], ["Ordered"])
     assert answer.json["unhandled"] == []
-    assert "no handler here wants Ordered" in for_people.out
+    assert "no handler here for Ordered" in for_people.out
 
 
 # --- what is refused -------------------------------------------------------------------------------
@@ -636,39 +630,41 @@ async def test_describe_shows_what_the_code_has_registered_without_a_database(lo
 @pytest.mark.parametrize(
     ("arguments", "because"),
     [
-        (["worker", "nothing:outbox"], "there is no module 'nothing'"),
+        (["worker", "nothing:outbox"], "no module named 'nothing'"),
         (["worker", "shop:nothing"], "module shop has no 'nothing'; its outboxes: shop:outbox, shop:handlerless"),
         (["worker", "shop:Container.nothing"], "has no 'Container.nothing'"),
         (["worker", "shop"], "expected module:outbox"),
         (["worker", "shop:number"], "shop:number is 7, neither an Outbox nor a callable that returns one"),
         (["worker", "shop:broken"], "calling shop:broken() failed: RuntimeError: no configuration"),
-        (["worker", "importing:outbox"], "importing importing failed: there is no module 'absent'"),
+        (["worker", "importing:outbox"], "importing importing failed: no module named 'absent'"),
         (["worker", "failing:outbox"], "importing failing failed: ZeroDivisionError"),
         (
             ["worker", "web:app"],
             "web:app is a FastAPI, neither an Outbox nor a callable that returns one; its outboxes: web:outbox",
         ),
-        (["worker", "script:outbox"], 'put that call below `if __name__ == "__main__":` at the end of the module'),
-        (["worker", "shop:outbox", "--no-fanout", "--no-handling"], "leave nothing to do"),
-        (["worker", "shop:outbox", "--drain", "--no-fanout"], "--drain fans out and handles"),
-        (["worker", "shop:outbox", "--timeout", "1s"], "--timeout goes with --drain"),
-        (["worker", "shop:outbox", "--drain", "--health-port", "0"], "--health-port is for a worker that goes on"),
+        (["worker", "script:outbox"], 'move that call below `if __name__ == "__main__":` at the end of the module'),
+        (["worker", "shop:outbox", "--no-fanout", "--no-handling"], "leaves nothing to do"),
+        (["worker", "shop:outbox", "--drain", "--no-fanout"], "--drain fans out and runs handlers"),
+        (["worker", "shop:outbox", "--timeout", "1s"], "--timeout requires --drain"),
+        (["worker", "shop:outbox", "--drain", "--health-port", "0"], "--health-port cannot be used with --drain"),
         (["check"], "set OUTBOXIO_TARGET"),
-        (["check", "shop"], "'shop' names no outbox: expected module:outbox"),
-        (["check", "shop:outbox", "--database", "sqlite://"], "not both"),
-        (["status", "--database", "sqlite://"], "give --namespace"),
-        (["status", "sqlite://"], "give --namespace"),
-        (["worker", "sqlite://"], "a worker needs the handlers of your code"),
-        (["partitions", "--database", "sqlite://"], "give --namespace"),
+        (["check", "shop"], "'shop' is not an outbox: expected module:outbox"),
+        (["check", "shop:outbox", "--database", "sqlite://"], "use only one of them"),
+        (["status", "--database", "sqlite://"], "use --namespace"),
+        (["status", "sqlite://"], "use --namespace"),
+        (["worker", "sqlite://"], "a worker needs the handlers in your code"),
+        (["partitions", "--database", "sqlite://"], "use --namespace"),
         (["partitions"], "set OUTBOXIO_TARGET"),
-        (["partitions", "shop:outbox", "ship", "many"], "'many' is no number of partitions"),
-        (["partitions", "shop:outbox", "ship", "8", "send"], "'send' is one word too many"),
+        (["partitions", "shop:outbox", "ship", "many"], "invalid number of partitions 'many'"),
+        (["partitions", "shop:outbox", "ship", "8", "send"], "unexpected argument 'send'"),
         (["check", "--database", "gopher://host"], "the scheme 'gopher'"),
         (["demo", "--database", "mysql://me:s3cret@127.0.0.1:1"], "127.0.0.1:1 names no database"),
         (["dance"], "No such command 'dance'"),
     ],
 )
-async def test_a_wrong_command_line_is_refused_in_words(local: Command, arguments: list[str], because: str) -> None:
+async def test_an_invalid_command_line_is_refused_with_a_clear_error(
+    local: Command, arguments: list[str], because: str
+) -> None:
     (local.directory / "importing.py").write_text("import absent\n")
     (local.directory / "failing.py").write_text("1 / 0\n")
     (local.directory / "web.py").write_text("from fastapi import FastAPI\nfrom shop import outbox\napp = FastAPI()\n")
@@ -690,7 +686,7 @@ async def test_an_unknown_setting_is_refused_by_name(local: Command) -> None:
     assert "did you mean OUTBOXIO_CONCURRENCY?" in answer.err
 
 
-async def test_a_setting_that_the_application_refuses_is_refused_by_name(local: Command) -> None:
+async def test_a_setting_refused_by_the_application_is_named(local: Command) -> None:
     (local.directory / "app.py").write_text("from outboxio import Settings\nSettings(concurrency=0)\n")
 
     answer = await local("worker", "app:outbox")
@@ -706,14 +702,14 @@ outbox = Outbox("sqlite:///app.db", namespace="app", settings=Settings(concurren
 
 
 @pytest.mark.parametrize(
-    ("variable", "value", "told"),
+    ("variable", "value", "message"),
     [
         ("OUTBOXIO_CONCURENCY", "5", "did you mean OUTBOXIO_CONCURRENCY?"),
         ("OUTBOXIO_CONCURRENCY", "lots", "OUTBOXIO_CONCURRENCY = 'lots': expected a whole number"),
     ],
 )
-async def test_a_worker_refuses_bad_variables_even_beside_settings(
-    local: Command, variable: str, value: str, told: str
+async def test_a_worker_refuses_invalid_variables_despite_settings(
+    local: Command, variable: str, value: str, message: str
 ) -> None:
     (local.directory / "configured.py").write_text(CONFIGURED)
 
@@ -721,7 +717,7 @@ async def test_a_worker_refuses_bad_variables_even_beside_settings(
         answer = await local("worker", target, "--validate", **{variable: value})
 
         assert answer.code == 2, answer
-        assert told in answer.err
+        assert message in answer.err
 
 
 async def test_a_worker_refuses_unknown_keys_of_pyproject(local: Command) -> None:
@@ -733,7 +729,7 @@ async def test_a_worker_refuses_unknown_keys_of_pyproject(local: Command) -> Non
     assert "did you mean concurrency?" in answer.err
 
 
-async def test_a_worker_warns_of_settings_that_the_code_ignores(local: Command) -> None:
+async def test_a_worker_warns_about_settings_ignored_by_the_code(local: Command) -> None:
     (local.directory / "configured.py").write_text(CONFIGURED)
     (local.directory / "pyproject.toml").write_text("[tool.outboxio]\nmax_hops = 7\nconcurrency = 3\n")
     assert (await local("migrate", "configured:outbox")).code == 0
@@ -748,7 +744,7 @@ async def test_a_worker_warns_of_settings_that_the_code_ignores(local: Command) 
 
 @pytest.mark.parametrize("scheme", ["postgresql", "mysql", "mariadb"])
 @pytest.mark.parametrize("name", ["migrate", "check", "status", "partitions"])
-async def test_a_database_that_does_not_answer_is_its_own_exit_code(local: Command, name: str, scheme: str) -> None:
+async def test_an_unreachable_database_has_its_own_exit_code(local: Command, name: str, scheme: str) -> None:
     answer = await local(name, "--database", f"{scheme}://me:s3cret@127.0.0.1:1/app", "--namespace", "shop")
 
     assert answer.code == 3
@@ -757,18 +753,18 @@ async def test_a_database_that_does_not_answer_is_its_own_exit_code(local: Comma
     assert "Traceback" not in answer.err
 
 
-async def test_a_worker_whose_database_does_not_answer_ends_with_3(local: Command) -> None:
+async def test_a_worker_with_an_unreachable_database_exits_with_3(local: Command) -> None:
     assert (await local("worker", "shop:outbox", SHOP_DATABASE="postgresql://127.0.0.1:1/app")).code == 3
 
 
-async def test_machines_are_told_of_errors_in_json(local: Command) -> None:
+async def test_errors_are_printed_as_json_on_request(local: Command) -> None:
     answer = await local("migrate", "--database", "postgresql://127.0.0.1:1/app", "--json")
 
     assert answer.code == 3
     assert answer.json["error"]["type"] == "DatabaseUnavailable"
 
 
-async def test_verbose_shows_where_an_error_came_from(local: Command) -> None:
+async def test_verbose_shows_the_traceback_of_an_error(local: Command) -> None:
     (local.directory / "failing.py").write_text("1 / 0\n")
 
     answer = await local("worker", "failing:outbox", "--verbose")
@@ -781,7 +777,7 @@ async def test_verbose_shows_where_an_error_came_from(local: Command) -> None:
 
 
 @pytest.mark.parametrize("name", ["migrate", "check", "worker", "status", "partitions", "demo"])
-async def test_every_command_explains_itself(local: Command, name: str) -> None:
+async def test_every_command_has_a_help_text(local: Command, name: str) -> None:
     answer = await local(name, "--help")
 
     assert answer.code == 0
@@ -796,7 +792,7 @@ async def test_the_help_names_every_kind_of_database(local: Command, name: str) 
         assert scheme in answer.out
 
 
-async def test_the_demo_proves_its_arithmetic(local: Command) -> None:
+async def test_the_demo_checks_its_balances(local: Command) -> None:
     answer = await local("demo")
 
     assert answer.code == 0, answer
@@ -804,13 +800,13 @@ async def test_the_demo_proves_its_arithmetic(local: Command) -> None:
     assert answer.err == ""
 
 
-async def test_the_demo_is_shown_where_no_character_but_ascii_can_be(local: Command) -> None:
+async def test_the_demo_works_on_an_ascii_terminal(local: Command) -> None:
     answer = await local("demo", PYTHONIOENCODING="ascii")
 
     assert answer.code == 0, answer
 
 
-def test_without_its_extra_the_command_says_what_to_install(
+def test_without_its_extra_the_command_names_the_package_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("outboxio.cli.find_spec", lambda name: None)

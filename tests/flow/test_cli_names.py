@@ -1,4 +1,4 @@
-"""Commands show names literally: no name is markup, and no name moves the cursor of a terminal."""
+"""Commands print names literally: no name is interpreted as markup or as a terminal control sequence."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from outboxio import EventEnvelope, Outbox, RetryPolicy
-from outboxio.cli.answer import say_error
 from outboxio.cli.app import app
+from outboxio.cli.output import echo_error
 from outboxio.support.text import visible
 
 #: A closing tag without an opening tag, a style, an emoji, a link; then control sequences of terminals.
@@ -63,7 +63,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_process: None) -> Ru
         (tmp_path / f"{module}.py").write_text(APP.format(databases=databases, **names), "utf-8")
         sys.modules.pop(module, None)
         with monkeypatch.context() as without_log:
-            # Or the worker would write its words to the log of pytest.
+            # Otherwise the worker would write its records to pytest's log.
             without_log.setattr(logging.root, "handlers", [])
             return CliRunner().invoke(app, [command, f"{module}:outbox", *options])
 
@@ -71,7 +71,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_process: None) -> Ru
 
 
 @pytest.mark.parametrize("name", [*MARKUP, *OBEYED], ids=ascii)
-def test_every_command_shows_every_name_as_it_is(run: Run, name: str) -> None:
+def test_every_command_shows_every_name_literally(run: Run, name: str) -> None:
     shown = visible(name)
     expected = {
         "check": ([f"{shown}S: 13 missing", f"{shown}Z: 13 missing"], 1),
@@ -94,7 +94,7 @@ def test_every_command_shows_every_name_as_it_is(run: Run, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MARKUP, ids=ascii)
-def test_what_was_typed_is_repeated_as_it_was(run: Run, name: str) -> None:
+def test_typed_text_is_repeated_literally(run: Run, name: str) -> None:
     for arguments, code in (
         (["status", name], 2),
         (["check", "--database", name], 2),
@@ -109,8 +109,8 @@ def test_what_was_typed_is_repeated_as_it_was(run: Run, name: str) -> None:
 
 
 @pytest.mark.parametrize("text", [*MARKUP, *OBEYED], ids=ascii)
-def test_an_error_is_one_line_that_a_terminal_only_shows(capsys: pytest.CaptureFixture[str], text: str) -> None:
-    say_error(f"there is no {text}")
+def test_an_error_is_one_line_without_control_characters(capsys: pytest.CaptureFixture[str], text: str) -> None:
+    echo_error(f"there is no {text}")
 
     assert capsys.readouterr().err == f"error: there is no {visible(text)}\n"
 
@@ -120,7 +120,7 @@ HOSTILE = "a\x9b31m\u202e\u2066\u2028\x7f\U000e0041b"
 
 
 async def fill(url: str) -> str:
-    """A dead notification with :data:`HOSTILE` in each value from outside; the id."""
+    """Insert a dead notification with :data:`HOSTILE` in each external value; return the id."""
     outbox = Outbox(url, namespace="shop")
     await outbox.migrate()
 
@@ -139,7 +139,7 @@ async def fill(url: str) -> str:
     return str(dead.id)
 
 
-def test_no_value_from_outside_is_obeyed_by_a_terminal_in_any_output(tmp_path: Path) -> None:
+def test_no_output_contains_terminal_control_sequences(tmp_path: Path) -> None:
     url, file = f"sqlite:///{tmp_path}/a.db", tmp_path / "dead.ndjson"
     id = asyncio.run(fill(url))
     where = ["--database", url, "--namespace", "shop"]

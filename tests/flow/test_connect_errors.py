@@ -1,4 +1,4 @@
-"""What a server answers instead of a connection is the same clear error for a URL, an engine and a given pool."""
+"""A refused connection raises the same clear error for a URL, an engine and a user-supplied pool."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.kit.refusing import refusing_server
 ROOT = Path(__file__).parents[2]
 
 #: Answers of real servers: no such database, wrong password, too many connections, starting up, not accepting, and an
-#: error that no list of outboxio knows.
+#: error that is in no list of outboxio.
 REFUSALS = [
     ("postgresql", "3D000", 'database "app" does not exist'),
     ("postgresql", "28P01", 'password authentication failed for user "app"'),
@@ -44,7 +44,7 @@ SOURCES = ["url", "engine", "pool"]
 
 @asynccontextmanager
 async def opened(kind: str, url: str) -> AsyncGenerator[Outbox]:
-    """An outbox that was given a URL, an engine or a pool of the driver."""
+    """An outbox with a URL, an engine or a driver's pool."""
     if kind == "url":
         async with Outbox(url, namespace="shop") as outbox:
             yield outbox
@@ -110,7 +110,7 @@ async def test_a_missing_database_of_a_real_server_is_unavailable(kind: str, ser
         await assert_unavailable(outbox, "no_such_database")
 
 
-async def test_an_engine_learns_of_no_server_with_the_wanted_role() -> None:
+async def test_an_engine_reports_a_server_without_the_required_role() -> None:
     async def connect() -> None:
         raise asyncpg.TargetServerAttributeNotMatched("None of the hosts match the target attribute requirement")
 

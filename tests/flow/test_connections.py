@@ -1,4 +1,4 @@
-"""Connections that a database ends, and the demands on given connections."""
+"""Connections ended by the database, and requirements for user-supplied pools."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from outboxio import (
     Transaction,
 )
 from tests.kit.app import Emit, Journal, Look, MoneyDeposited, WalletOpened, eventually, opened
-from tests.kit.complaints import complaints
 from tests.kit.inside import lock_loop_of, locks_of
+from tests.kit.logged_problems import logged_problems
 from tests.kit.private_servers import pgbouncer_to, private_postgres, private_server
 from tests.kit.proxy import proxy_to
-from tests.kit.server_acts import ServerActs, acts_on, lock_session
-from tests.kit.spies import counters, nothing_is_handed_over
+from tests.kit.server_actions import ServerActions, actions_on, lock_session
+from tests.kit.spies import counters, disable_handoff
 from tests.kit.storage import Store
 
 pytestmark = pytest.mark.one_of_family
@@ -98,19 +98,19 @@ def rows(server_url: str) -> Look:
 
 
 @pytest.fixture
-def acts(server_url: str) -> ServerActs:
-    return acts_on(server_url)
+def acts(server_url: str) -> ServerActions:
+    return actions_on(server_url)
 
 
 @pytest.fixture
-async def pool(acts: ServerActs) -> AsyncIterator[Any]:
+async def pool(acts: ServerActions) -> AsyncIterator[Any]:
     async with acts.pool() as pool:
         yield pool
 
 
 @asynccontextmanager
-async def producing(outbox: Outbox, acts: ServerActs) -> AsyncIterator[None]:
-    """Events flow while the block lasts; an action whose connection is cut gets an error."""
+async def producing(outbox: Outbox, acts: ServerActions) -> AsyncIterator[None]:
+    """Events are emitted during the block; an action whose connection is cut gets an error."""
 
     enough = asyncio.Event()
 
@@ -136,7 +136,7 @@ async def all_handled(rows: Look) -> Any:
 
 
 async def caught_up(rows: Look) -> None:
-    """Wait until all events committed by now are handled. More events come meanwhile, so a rest may always be left."""
+    """Wait until all events committed before the call are handled. Events that arrive later do not count."""
     last = await rows.value("SELECT max(sequence) FROM {events}")
     await eventually(lambda: rows.value(f"SELECT NOT EXISTS ({UNHANDLED} AND e.sequence <= {last})"))
 
@@ -152,8 +152,8 @@ SELECT 1 FROM {events} e WHERE e.event_type IS NOT NULL
 
 @pytest.mark.real_time("keeps a load up while connections are cut")
 @pytest.mark.parametrize("source", ["url", "given-pool"])
-async def test_whichever_connection_is_lost_everything_is_handled(
-    server_url: str, rows: Look, acts: ServerActs, pool: Any, source: str
+async def test_any_lost_connection_is_survived(
+    server_url: str, rows: Look, acts: ServerActions, pool: Any, source: str
 ) -> None:
     journal = Journal()
     async with opened(Outbox(server_url if source == "url" else pool, namespace="app")) as outbox:
@@ -161,18 +161,17 @@ async def test_whichever_connection_is_lost_everything_is_handled(
         async with outbox.running(), producing(outbox, acts):
             for name in ("find", "settle", "pool", "fanout"):
                 await journal.calls(len(journal) + 10)
-                await eventually(lambda name=name: name in acts.own_sessions(outbox))
-                await acts.end([acts.own_sessions(outbox)[name]])
+                await eventually(lambda name=name: name in acts.outbox_sessions(outbox))
+                await acts.end([acts.outbox_sessions(outbox)[name]])
                 await journal.calls(len(journal) + 10)
                 await caught_up(rows)
                 if name == "fanout" and rows.driver == "aiomysql":
-                    # Handlers begin during the commit: outcomes of lost rows are refused, and the events are handled
-                    # once more.
+                    # Handlers begin during the commit: outcomes of lost rows are refused, so events run again.
                     await eventually(lambda: len(repeated(journal)) <= counters(outbox).refused)
                 else:
                     assert repeated(journal) == [], f"handled twice, although only {name} was lost"
 
-            await acts.end([acts.own_sessions(outbox)["lock"]])
+            await acts.end([acts.outbox_sessions(outbox)["lock"]])
             await journal.calls(len(journal) + 10)
         await outbox.drain()
     events = await rows.fetch("SELECT model_id FROM {events} WHERE event_type IS NOT NULL")
@@ -184,24 +183,24 @@ def repeated(journal: Journal) -> list[int]:
 
 
 @pytest.mark.real_time("keeps a load up while connections are cut")
-async def test_all_connections_lost_at_once_are_survived(server_url: str, rows: Look, acts: ServerActs) -> None:
+async def test_losing_all_connections_at_once_is_survived(server_url: str, rows: Look, acts: ServerActions) -> None:
     journal = Journal()
     async with opened(Outbox(server_url, namespace="app")) as outbox:
         outbox.handler(MoneyDeposited, name="first")(journal)
         async with outbox.running(), producing(outbox, acts):
             for _ in range(3):
                 await journal.calls(len(journal) + 20)
-                await acts.end(list(acts.own_sessions(outbox).values()))
+                await acts.end(list(acts.outbox_sessions(outbox).values()))
             await journal.calls(len(journal) + 20)
         await outbox.drain()
         assert await all_handled(rows)
 
 
 @pytest.mark.real_time("keeps a load up while connections are cut")
-async def test_a_restart_of_the_server_is_survived_without_anybody_s_help(server_url: str) -> None:
+async def test_a_server_restart_is_survived_without_intervention(server_url: str) -> None:
     journal = Journal()
     with private_server(like=server_url) as server:
-        rows, acts = Look(server.url), acts_on(server.url)
+        rows, acts = Look(server.url), actions_on(server.url)
         async with opened(Outbox(server.url, namespace="app")) as outbox:
             outbox.handler(MoneyDeposited, name="first")(journal)
             async with outbox.running(), producing(outbox, acts):
@@ -213,7 +212,7 @@ async def test_a_restart_of_the_server_is_survived_without_anybody_s_help(server
             assert await all_handled(rows)
 
 
-async def test_a_fan_out_that_the_server_loses_in_a_crash_is_done_again(postgres_url: str) -> None:
+async def test_a_fan_out_lost_in_a_server_crash_is_repeated(postgres_url: str) -> None:
     """The fan-out's commit does not wait for the disk; the commit of the event did."""
     journal = Journal()
     with private_postgres() as server:
@@ -248,17 +247,17 @@ async def found(rows: Look) -> dict[str, int]:
     return dict(row)
 
 
-async def test_a_connection_that_is_cut_during_commit_leaves_the_outcome_unknown(server_url: str, rows: Look) -> None:
-    """The server commits, and its answer does not arrive."""
+async def test_a_connection_lost_during_commit_leaves_the_outcome_unknown(server_url: str, rows: Look) -> None:
+    """The server commits, and its response does not arrive."""
     async with (
         opened(Outbox(server_url, namespace="app")),
         proxy_to(server_url) as proxy,
         Outbox(proxy.url, namespace="app", settings=Settings(notify=False)) as outbox,
     ):
         await outbox.executor.execute(Emit((1,)))
-        proxy.fall_silent_after(b"commit")
+        proxy.stall_after(b"commit")
         acting = asyncio.create_task(outbox.executor.execute(Emit((2,))))
-        await eventually(lambda: not proxy.waits_for_last_words)
+        await eventually(lambda: not proxy.waits_to_stall)
         await eventually(lambda: _has_events(rows, 2))
         await proxy.stop()
         with pytest.raises(CommitUnknown):
@@ -269,14 +268,14 @@ async def test_a_connection_that_is_cut_during_commit_leaves_the_outcome_unknown
     assert await _has_events(rows, 3)
 
 
-async def test_a_commit_that_is_never_answered_is_given_up(server_url: str, rows: Look) -> None:
+async def test_a_commit_without_a_response_times_out(server_url: str, rows: Look) -> None:
     async with (
         opened(Outbox(server_url, namespace="app")),
         proxy_to(server_url) as proxy,
         Outbox(proxy.url, namespace="app", settings=Settings(statement_timeout="500ms")) as outbox,
     ):
         await outbox.executor.execute(Emit((1,)))
-        proxy.fall_silent_after(b"commit")
+        proxy.stall_after(b"commit")
         begun = asyncio.get_running_loop().time()
         with pytest.raises(CommitUnknown):
             await outbox.executor.execute(Emit((2,)))
@@ -290,11 +289,11 @@ async def _has_events(rows: Look, number: int) -> bool:
 
 
 @pytest.mark.real_time("counts the attempts of a second")
-async def test_a_database_that_is_gone_is_asked_ever_more_rarely(server_url: str, acts: ServerActs) -> None:
+async def test_an_unavailable_database_is_polled_less_and_less_often(server_url: str, acts: ServerActions) -> None:
     async with proxy_to(server_url) as proxy, opened(Outbox(proxy.url, namespace="app")) as outbox:
         outbox.handler(MoneyDeposited, name="first")(Journal())
         async with outbox.running():
-            await eventually(lambda: "lock" in acts.own_sessions(outbox))
+            await eventually(lambda: "lock" in acts.outbox_sessions(outbox))
             gone_at = time.monotonic()
             await proxy.stop()
             await asyncio.sleep(1)
@@ -302,11 +301,11 @@ async def test_a_database_that_is_gone_is_asked_ever_more_rarely(server_url: str
             number, seconds = lock_loop_of(outbox).errors, time.monotonic() - gone_at
             await proxy.start()
             assert number <= 5 + seconds  # after 0.1, 0.2, 0.4, 0.8 s, jittered
-            await eventually(lambda: "lock" in acts.own_sessions(outbox))
+            await eventually(lambda: "lock" in acts.outbox_sessions(outbox))
 
 
 async def test_a_lost_listen_connection_listens_again(postgres_url: str) -> None:
-    journal, acts = Journal(), acts_on(postgres_url)
+    journal, acts = Journal(), actions_on(postgres_url)
     async with (
         opened(Outbox(postgres_url, namespace="app")) as producer,
         Outbox(postgres_url, namespace="app", settings=Settings(**NO_POLLS)) as outbox,
@@ -315,50 +314,50 @@ async def test_a_lost_listen_connection_listens_again(postgres_url: str) -> None
         async with outbox.running():
             await producer.executor.execute(Emit((1,)))
             await journal.calls(1)
-            before = acts.own_sessions(outbox)["lock"]
+            before = acts.outbox_sessions(outbox)["lock"]
             await acts.end([before])
             # Events that were committed while no session listened are found as soon as a session listens.
             await producer.executor.execute(Emit((2,)))
             await journal.calls(2)
             # The event may have been handled just before the process noticed the end of the session.
-            await eventually(lambda: acts.own_sessions(outbox).get("lock", before) != before)
+            await eventually(lambda: acts.outbox_sessions(outbox).get("lock", before) != before)
 
             await producer.executor.execute(Emit((3,)))
             await journal.calls(3)
 
 
 @pytest.mark.real_time("measures the time until a connection is replaced")
-@pytest.mark.parametrize("moment", ["idle", "in-the-middle-of-a-statement"])
-async def test_a_lock_connection_that_fell_silent_is_replaced_by_the_heartbeat(postgres_url: str, moment: str) -> None:
-    journal, acts = Journal(), acts_on(postgres_url)
+@pytest.mark.parametrize("phase", ["idle", "in-the-middle-of-a-statement"])
+async def test_an_unresponsive_lock_connection_is_replaced_by_the_heartbeat(postgres_url: str, phase: str) -> None:
+    journal, acts = Journal(), actions_on(postgres_url)
     settings = Settings(**NO_POLLS, lock_heartbeat="500ms")
     async with proxy_to(postgres_url) as proxy, opened(Outbox(postgres_url, namespace="app")) as producer:
         through = Shard(postgres_url, direct_url=proxy.url)
         async with Outbox({"default": through}, namespace="app", settings=settings) as outbox:
             outbox.handler(MoneyDeposited, name="first")(journal)
             async with outbox.running():
-                await eventually(lambda: "lock" in acts.own_sessions(outbox))
-                if moment == "idle":
+                await eventually(lambda: "lock" in acts.outbox_sessions(outbox))
+                if phase == "idle":
                     await producer.executor.execute(Emit((1,)))
                     await journal.calls(1)
-                    assert proxy.fall_silent(b"LISTEN") == 1
+                    assert proxy.stall(b"LISTEN") == 1
                 else:  # after the first message of the wake-up that fan-out sends
-                    nothing_is_handed_over(outbox)
-                    proxy.fall_silent_after(b"notify")
+                    disable_handoff(outbox)
+                    proxy.stall_after(b"notify")
                     await producer.executor.execute(Emit((1,)))
-                    await eventually(lambda: not proxy.waits_for_last_words)
+                    await eventually(lambda: not proxy.waits_to_stall)
                 silent_at = time.monotonic()
                 await producer.executor.execute(Emit((2,)))
 
                 await journal.calls(2)
 
                 # A heartbeat notices: at most 1 s for its answer, and the server ends the session it cannot reach
-                # after twice the heartbeat; a standby's try follows. The rest is for a loaded machine.
+                # after twice the heartbeat; then a standby acquires the lock. The margin is for a loaded machine.
                 assert time.monotonic() - silent_at < 1.0 + 2 * 0.5 + 8.0
 
 
-async def test_a_lock_connection_that_fell_silent_is_replaced_on_every_server(
-    server_url: str, acts: ServerActs
+async def test_an_unresponsive_lock_connection_is_replaced_on_every_server(
+    server_url: str, acts: ServerActions
 ) -> None:
     journal = Journal()
     settings = Settings(lock_heartbeat="500ms")
@@ -369,10 +368,10 @@ async def test_a_lock_connection_that_fell_silent_is_replaced_on_every_server(
             async with outbox.running():
                 await producer.executor.execute(Emit((1,)))
                 await journal.calls(1)
-                before = acts.own_sessions(outbox)["lock"]
-                assert proxy.fall_silent(acts.lock_words) == 1
+                before = acts.outbox_sessions(outbox)["lock"]
+                assert proxy.stall(acts.lock_statement) == 1
 
-                await eventually(lambda: acts.own_sessions(outbox).get("lock", before) != before)
+                await eventually(lambda: acts.outbox_sessions(outbox).get("lock", before) != before)
 
                 await producer.executor.execute(Emit((2,)))
                 await journal.calls(2)
@@ -382,14 +381,14 @@ async def test_a_lock_connection_that_fell_silent_is_replaced_on_every_server(
 
 
 @pytest.mark.parametrize("isolation", ["serializable", "repeatable read"])
-async def test_the_database_s_default_isolation_changes_nothing(
+async def test_the_databases_default_isolation_changes_nothing(
     postgres_url: str, isolation: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     name = postgres_url.rpartition("/")[2]
     await Look(postgres_url).fetch(f"ALTER DATABASE {name} SET default_transaction_isolation = '{isolation}'")
     async with opened(Outbox(postgres_url, namespace="app")) as outbox:
         await check_flow(outbox)
-    assert [line for line in complaints(caplog) if "RetryAfter" not in line] == []
+    assert [line for line in logged_problems(caplog) if "RetryAfter" not in line] == []
 
 
 async def with_dicts(connection: asyncpg.Connection[Any]) -> None:
@@ -412,14 +411,14 @@ class ResetsNothing(asyncpg.Connection):  # type: ignore[type-arg]
     ],
     ids=["jsonb-as-dicts", "no-statement-cache", "smallest", "no-reset"],
 )
-async def test_a_given_pool_does_all_and_comes_back_as_it_was(
+async def test_a_user_pool_supports_everything_and_is_returned_unchanged(
     postgres_url: str, options: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     size = options.get("max_size", 10)
     async with asyncpg.create_pool(postgres_url, **{"min_size": 0, "max_size": size, **options}) as pool:
         async with opened(Outbox(pool, namespace="app")) as outbox:
             await check_flow(outbox)
-            await acts_on(postgres_url).comes_to_rest(pool)
+            await actions_on(postgres_url).becomes_idle(pool)
         assert not pool.is_closing()
         async with AsyncExitStack() as stack:
             connections = [await stack.enter_async_context(pool.acquire()) for _ in range(size)]
@@ -428,12 +427,12 @@ async def test_a_given_pool_does_all_and_comes_back_as_it_was(
     assert [r for r in caplog.records if r.levelno >= logging.ERROR] == []
 
 
-async def test_a_given_pool_of_any_driver_does_all_and_gets_its_connections_back(
-    acts: ServerActs, caplog: pytest.LogCaptureFixture
+async def test_a_user_pool_of_any_driver_gets_its_connections_back(
+    acts: ServerActions, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with acts.pool() as pool, opened(Outbox(pool, namespace="app")) as outbox:
         await check_flow(outbox)
-        await acts.comes_to_rest(pool)
+        await acts.becomes_idle(pool)
     assert [r for r in caplog.records if r.levelno >= logging.ERROR] == []
 
 
@@ -447,7 +446,7 @@ async def left_on(connection: Any) -> list[list[Any]]:
     return [[tuple(row) for row in await connection.fetch(sql)] for sql in looks]
 
 
-async def test_a_given_pool_is_free_while_nothing_runs(acts: ServerActs) -> None:
+async def test_a_user_pool_is_free_while_nothing_runs(acts: ServerActions) -> None:
     async with (
         acts.pool(1) as pool,
         opened(Outbox(pool, namespace="app")) as outbox,
@@ -458,7 +457,7 @@ async def test_a_given_pool_is_free_while_nothing_runs(acts: ServerActs) -> None
         await outbox.executor.execute(Emit((2,)))
 
 
-async def test_a_given_pool_that_is_too_small_is_refused(acts: ServerActs) -> None:
+async def test_a_user_pool_that_is_too_small_is_refused(acts: ServerActions) -> None:
     async with (
         acts.pool(SMALLEST_POOL - 1) as pool,
         opened(Outbox(pool, namespace="app")) as outbox,
@@ -468,11 +467,11 @@ async def test_a_given_pool_that_is_too_small_is_refused(acts: ServerActs) -> No
         with pytest.raises(PoolTooSmall, match=f"at most {SMALLEST_POOL - 1} .* {wanted}"):
             async with outbox.running():
                 pass
-        await acts.comes_to_rest(pool)
+        await acts.becomes_idle(pool)
 
 
-async def test_handlers_that_hold_the_whole_pool_do_not_stop_outcomes(
-    server_url: str, rows: Look, acts: ServerActs, pool: Any
+async def test_handlers_that_occupy_the_whole_pool_do_not_stop_outcomes(
+    server_url: str, rows: Look, acts: ServerActions, pool: Any
 ) -> None:
     release = asyncio.Event()
     quick = Journal()
@@ -499,7 +498,7 @@ async def test_handlers_that_hold_the_whole_pool_do_not_stop_outcomes(
 
 
 async def test_a_standby_holds_no_transaction_open(postgres_url: str) -> None:
-    rows, acts = Look(postgres_url), acts_on(postgres_url)
+    rows, acts = Look(postgres_url), actions_on(postgres_url)
     async with (
         opened(Outbox(postgres_url, namespace="app")) as holder,
         Outbox(postgres_url, namespace="app") as standby,
@@ -507,17 +506,17 @@ async def test_a_standby_holds_no_transaction_open(postgres_url: str) -> None:
         for outbox in (holder, standby):
             outbox.handler(MoneyDeposited, name="first")(Journal())
         async with holder.running(), standby.running():
-            await eventually(lambda: "lock" in acts.own_sessions(standby))
-            pid, begun, looks = acts.own_sessions(standby)["lock"], set(), set()
+            await eventually(lambda: "lock" in acts.outbox_sessions(standby))
+            pid, begun, looks = acts.outbox_sessions(standby)["lock"], set(), set()
 
             async def tries_again_and_again() -> bool:
                 found = await session(rows, pid)
                 assert found is not None
                 begun.add(found["query_start"])
-                # A try is a statement of a millisecond; between two of them there is neither snapshot nor transaction.
+                # An attempt is a statement of a millisecond; between attempts there is no snapshot and no transaction.
                 held = (found["backend_xmin"], found["backend_xid"], found["xact_start"])
                 if found["state"] == "idle" and held != (None, None, None):
-                    # The server reads the columns one after the other: the snapshot may be that of the next try.
+                    # The server reads the columns one after the other: the snapshot may be that of the next attempt.
                     assert found["query_start"] not in looks, found
                     looks.add(found["query_start"])
                 return len(begun) >= 5
@@ -528,7 +527,7 @@ async def test_a_standby_holds_no_transaction_open(postgres_url: str) -> None:
 # --- PgBouncer in transaction mode ---------------------------------------------------------------
 
 
-async def test_running_through_a_transaction_pooling_proxy_is_refused_in_words(postgres_url: str) -> None:
+async def test_running_through_a_transaction_pooling_proxy_is_refused(postgres_url: str) -> None:
     async with opened(Outbox(postgres_url, namespace="app")):
         pass
     with pgbouncer_to(postgres_url) as through:
@@ -539,7 +538,7 @@ async def test_running_through_a_transaction_pooling_proxy_is_refused_in_words(p
                     pass
 
 
-async def test_actions_through_the_proxy_and_loops_beside_it_work(postgres_url: str) -> None:
+async def test_actions_use_the_proxy_while_loops_connect_directly(postgres_url: str) -> None:
     journal = Journal()
     with pgbouncer_to(postgres_url) as through:
         shard = Shard(through, direct_url=postgres_url)
@@ -560,8 +559,8 @@ async def _are(rows: Look, states: dict[str, int]) -> bool:
     return await rows.states() == states
 
 
-async def test_a_session_with_the_locks_that_ended_without_a_word_goes_back_to_its_pool(postgres_url: str) -> None:
-    """asyncpg tells its pool, and its listeners, only of an end that asyncpg was told of."""
+async def test_a_silently_ended_lock_session_returns_to_its_pool(postgres_url: str) -> None:
+    """asyncpg notifies its pool and its listeners only of an end that was reported to asyncpg."""
     pool = await asyncpg.create_pool(postgres_url, min_size=0, max_size=10)
     async with opened(Outbox(pool, namespace="app")) as outbox:
         outbox.handler(MoneyDeposited, name="first")(Journal())

@@ -1,4 +1,4 @@
-"""A handler that ends its process for a certain event: the event ends DEAD, and no other event is affected."""
+"""An event for which a handler ends its process: the event ends DEAD, and no other event is affected."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ StartProgram = Callable[..., Awaitable[Worker]]
 EVENTS, KEYS = 200, 10
 POISON = 137
 ALL_BUT_ONE = {"SUCCEEDED": EVENTS - 1, "DEAD": 1}
-CRASHES = 4  # a crash that is not counted, and as many as the setting max_crashes says
+CRASHES = 4  # one crash that is not counted, plus the setting max_crashes
 MOST = 12
 QUICK = {"handling_poll_delay": "50ms", "fanout_poll_delay": "50ms", "lock_heartbeat": "1s"}
 
 
 class Supervisor:
-    """Starts a program again whenever it ends, until the notifications are in the given states."""
+    """Restarts a program whenever it ends, until the notifications are in the given states."""
 
     def __init__(self, start_program: StartProgram, look: Look) -> None:
         self._start_program = start_program
@@ -49,7 +49,7 @@ class Supervisor:
             await eventually(partial(self._is_over, worker, states), timeout=60)
             if not worker.is_gone:
                 return await worker.leave()
-            assert len(self.workers) < MOST, f"it goes on dying: {await self._look.states()}"
+            assert len(self.workers) < MOST, f"the process keeps dying: {await self._look.states()}"
 
     async def _is_over(self, worker: Worker, states: dict[str, int]) -> bool:
         return worker.is_gone or await self._look.states() == states
@@ -71,7 +71,7 @@ def supervisor(start_program: StartProgram, look: Look) -> Supervisor:
 
 @pytest.fixture
 async def recorded(make_outbox: MakeOutbox, look: Look) -> Outbox:
-    """An outbox that runs no handlers, with committed events: twenty for each of ten keys."""
+    """An outbox without handlers, with committed events: twenty for each of ten keys."""
     outbox = await make_outbox()
     await look.fetch("CREATE TABLE effects (number INT NOT NULL)")
     async with outbox.transaction("Deposits") as tx:
@@ -88,38 +88,36 @@ async def attempts(look: Look, state: str) -> Counter[int]:
     return Counter(row["attempts"] for row in await look.notifications() if row["state"] == state)
 
 
-async def require_verdict(outbox: Outbox, look: Look, name: str) -> None:
-    """The poison row is DEAD and says why, the remaining rows have lost no attempt, and no record is left."""
+async def require_dead_alone(outbox: Outbox, look: Look, name: str) -> None:
+    """The poison row is DEAD with the reason, the other rows have lost no attempt, and no record is left."""
     assert await dead_of(outbox) == [(name, POISON)]
     (dead,) = await outbox.admin.list(state="DEAD")
     assert (dead.errors[-1]["type"], dead.attempts) == ("CrashedProcess", 1)
-    assert "was begun 3 times" in str(dead.errors[-1]["message"])
+    assert "was started 3 times" in str(dead.errors[-1]["message"])
     assert set(await attempts(look, "SUCCEEDED")) == {1}
     assert await look.fetch("SELECT * FROM {started_runs}") == []
 
 
 @pytest.mark.parametrize("how", ["exit", "fault"])
-async def test_a_row_that_ends_its_process_is_dead_and_the_others_lose_no_attempt(
+async def test_a_row_that_kills_its_process_is_dead_alone(
     recorded: Outbox, look: Look, supervisor: Supervisor, how: str
 ) -> None:
     await supervisor.run(ALL_BUT_ONE, {"name": "mail", "poison": [POISON], "how": how, "sleep": 0.005, "hook": True})
 
     assert supervisor.crashes == CRASHES
-    await require_verdict(recorded, look, "mail")
+    await require_dead_alone(recorded, look, "mail")
     assert set(supervisor.numbers("done")) == set(range(EVENTS)) - {POISON}
-    assert supervisor.numbers("buried") == [POISON], "its hook hears of it as of any other"
+    assert supervisor.numbers("buried") == [POISON], "its hook was not called"
 
 
-async def test_fewer_crashes_are_waited_for_if_the_setting_says_so(
-    recorded: Outbox, look: Look, supervisor: Supervisor
-) -> None:
+async def test_the_setting_allows_fewer_crashes(recorded: Outbox, look: Look, supervisor: Supervisor) -> None:
     await supervisor.run(ALL_BUT_ONE, {"name": "mail", "poison": [POISON], "sleep": 0.005}, max_crashes=1)
 
     assert supervisor.crashes == 3
     assert await dead_of(recorded) == [("mail", POISON)]
 
 
-async def test_what_others_write_in_their_transactions_happens_exactly_once(
+async def test_transactional_writes_of_other_rows_happen_exactly_once(
     recorded: Outbox, look: Look, supervisor: Supervisor
 ) -> None:
     await supervisor.run(
@@ -127,13 +125,13 @@ async def test_what_others_write_in_their_transactions_happens_exactly_once(
     )
 
     assert supervisor.crashes == CRASHES
-    await require_verdict(recorded, look, "books")
+    await require_dead_alone(recorded, look, "books")
     effects = [row["number"] for row in await look.fetch("SELECT number FROM effects ORDER BY number")]
     assert effects == [number for number in range(EVENTS) if number != POISON]
 
 
 @pytest.mark.parametrize("on_dead_key", ["park", "continue"])
-async def test_a_key_goes_on_behind_such_a_row_as_behind_any_other_that_is_dead(
+async def test_a_key_continues_or_parks_behind_a_poison_row(
     recorded: Outbox, look: Look, supervisor: Supervisor, on_dead_key: str
 ) -> None:
     behind = list(range(POISON + KEYS, EVENTS, KEYS))
@@ -144,24 +142,22 @@ async def test_a_key_goes_on_behind_such_a_row_as_behind_any_other_that_is_dead(
     await supervisor.run(states, ledger)
 
     assert supervisor.crashes == CRASHES
-    await require_verdict(recorded, look, "ledger")
+    await require_dead_alone(recorded, look, "ledger")
     for key in range(KEYS):
         done = list(dict.fromkeys(number for number in supervisor.numbers("done") if number % KEYS == key))
         assert done == [n for n in range(key, EVENTS, KEYS) if n != POISON and not (parks and n in behind)]
 
 
-async def test_of_a_batch_that_ends_its_process_only_the_row_that_does_is_dead(
-    recorded: Outbox, look: Look, supervisor: Supervisor
-) -> None:
+async def test_only_the_poison_row_of_a_batch_is_dead(recorded: Outbox, look: Look, supervisor: Supervisor) -> None:
     await supervisor.run(ALL_BUT_ONE, {"name": "report", "poison": [POISON], "batch": 20, "sleep": 0.01})
 
     assert supervisor.crashes == CRASHES
-    await require_verdict(recorded, look, "report")
+    await require_dead_alone(recorded, look, "report")
     assert set(supervisor.numbers("done")) == set(range(EVENTS)) - {POISON}
 
 
-async def test_rows_of_other_handlers_pay_nothing_for_it(recorded: Outbox, look: Look, supervisor: Supervisor) -> None:
-    """Their rows run in the same process, so they are suspects as well; but never two suspects at once."""
+async def test_rows_of_other_handlers_are_not_affected(recorded: Outbox, look: Look, supervisor: Supervisor) -> None:
+    """Their rows run in the same process, so they are suspects as well, but never two at once."""
     names = ("mail", "slow", "search")
     handlers = [{"name": name, "sleep": 0.05 if name == "slow" else 0.002} for name in names]
     handlers[0]["poison"] = [POISON]
@@ -169,21 +165,17 @@ async def test_rows_of_other_handlers_pay_nothing_for_it(recorded: Outbox, look:
     await supervisor.run({"SUCCEEDED": 3 * EVENTS - 1, "DEAD": 1}, *handlers, concurrency=20)
 
     assert supervisor.crashes == CRASHES
-    await require_verdict(recorded, look, "mail")
+    await require_dead_alone(recorded, look, "mail")
 
 
-async def test_two_rows_that_end_their_process_are_both_found(
-    recorded: Outbox, look: Look, supervisor: Supervisor
-) -> None:
+async def test_two_poison_rows_are_both_found(recorded: Outbox, look: Look, supervisor: Supervisor) -> None:
     await supervisor.run({"SUCCEEDED": EVENTS - 2, "DEAD": 2}, {"name": "mail", "poison": [3, POISON], "sleep": 0.005})
 
     assert sorted(await dead_of(recorded)) == [("mail", 3), ("mail", POISON)]
     assert set(await attempts(look, "SUCCEEDED")) == {1}
 
 
-async def test_a_hook_that_ends_its_process_is_given_up_and_its_row_is_dead(
-    recorded: Outbox, look: Look, supervisor: Supervisor
-) -> None:
+async def test_a_hook_that_kills_its_process_is_abandoned(recorded: Outbox, look: Look, supervisor: Supervisor) -> None:
     mail = {"name": "mail", "poison": [POISON], "hook": True, "crash_in_hook": True, "sleep": 0.002}
     await supervisor.run(ALL_BUT_ONE, mail)
 
@@ -206,15 +198,15 @@ async def test_killing_healthy_processes_makes_nothing_dead(
 
     await supervisor.run({"SUCCEEDED": EVENTS}, mail, purge_enabled=False)
 
-    assert [bool(worker.of("asked")) for worker in supervisor.workers] == [False, True, True, True, True]
+    assert [bool(worker.of("queried")) for worker in supervisor.workers] == [False, True, True, True, True]
     assert await attempts(look, "SUCCEEDED") == {1: EVENTS}
     assert await look.fetch("SELECT * FROM {started_runs}") == []
 
 
-async def test_a_process_that_is_asked_to_leave_gives_its_locks_back_and_leaves_nothing_to_suspect(
+async def test_a_process_that_leaves_releases_its_locks_without_suspects(
     recorded: Outbox, look: Look, supervisor: Supervisor
 ) -> None:
-    """In the middle of its work."""
+    """During its work."""
     for done in (20, 40):
         mail = {"name": "mail", "sleep": 0.02, "holds_after": done}
         worker = await supervisor.start(mail, concurrency=10, purge_enabled=False)
@@ -222,10 +214,10 @@ async def test_a_process_that_is_asked_to_leave_gives_its_locks_back_and_leaves_
         await worker.leave()
         assert await look.fetch("SELECT name FROM {leases} WHERE released_term <> term") == []
 
-    assert [worker.of("asked") for worker in supervisor.workers] == [[], []]
+    assert [worker.of("queried") for worker in supervisor.workers] == [[], []]
 
 
-async def test_an_operator_may_retry_what_ended_its_process_when_that_is_mended(
+async def test_an_operator_may_retry_a_poison_event_after_a_fix(
     recorded: Outbox, look: Look, supervisor: Supervisor
 ) -> None:
     await supervisor.run(ALL_BUT_ONE, {"name": "mail", "poison": [POISON], "sleep": 0.005})

@@ -1,6 +1,6 @@
-"""Runs that repeat after a kill: the rows of the tables in docs/explanation/what-a-crash-repeats.md.
+"""Runs that are repeated after a kill: the rows of the tables in docs/explanation/what-a-crash-repeats.md.
 
-For transactional and for ordered handlers see ``test_at_scale.py``.
+For transactional and ordered handlers see ``test_at_scale.py``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PAYLOAD = {"wallet_id": "00000000-0000-0000-0000-000000000007", "amount": "12"}
 
 @pytest.fixture
 async def successor(database_url: str) -> AsyncIterator[Outbox]:
-    """An outbox of this process, which runs no handlers before the test starts it."""
+    """An outbox of this process, which runs no handlers until the test starts it."""
     async with opened(Outbox(database_url, namespace="app")) as outbox:
         yield outbox
 
@@ -38,11 +38,11 @@ def journal_for(outbox: Outbox, name: str, **options: Any) -> Journal:
     return journal
 
 
-@pytest.mark.parametrize("moment", ["inside the handlers", "after them, before their outcomes are written"])
-async def test_what_was_cut_short_is_run_again_unless_it_may_run_only_once(
-    successor: Outbox, look: Look, start_worker: StartWorker, moment: str
+@pytest.mark.parametrize("phase", ["inside the handlers", "after them, before their outcomes are written"])
+async def test_an_interrupted_run_is_repeated_unless_it_is_at_most_once(
+    successor: Outbox, look: Look, start_worker: StartWorker, phase: str
 ) -> None:
-    ends = moment.startswith("after")
+    ends = phase.startswith("after")
     worker = await start_worker(
         look.url,
         {"name": "least", "gated": True},
@@ -71,10 +71,10 @@ async def test_what_was_cut_short_is_run_again_unless_it_may_run_only_once(
     assert (dead.errors[-1]["type"], dead.attempts) == ("InterruptedRun", 1)
 
 
-async def test_a_crash_beside_a_slow_handler_repeats_nothing_of_the_others(
+async def test_a_crash_beside_a_slow_handler_repeats_no_other_run(
     successor: Outbox, look: Look, start_worker: StartWorker
 ) -> None:
-    """An event with four handlers: three have ended in different ways while the slow handler still runs."""
+    """An event with four handlers: three have finished in different ways while the slow handler still runs."""
     worker = await start_worker(
         look.url,
         {"name": "fast"},
@@ -100,7 +100,7 @@ async def test_a_crash_beside_a_slow_handler_repeats_nothing_of_the_others(
         "refuses": 0,
     }
     assert await states(look) == {**ended, "slow": "SUCCEEDED"}
-    # The flaky handler's row is due by its retry time: the fate of the process does not make the row due.
+    # The flaky handler's row becomes due at its retry time, not at the end of the process.
     (flaky,) = await successor.admin.list(state="FAILED")
     assert (flaky.attempts, (flaky.next_retry_at - flaky.updated_date).total_seconds() > 20) == (1, True)
 
@@ -109,10 +109,8 @@ async def _are(look: Look, expected: dict[str, str]) -> bool:
     return await states(look) == expected
 
 
-async def test_what_a_crash_left_of_an_inline_message_is_run_when_it_is_delivered_again(
-    successor: Outbox, look: Look
-) -> None:
-    """The process dies between a handler's end and its mark: as if the mark had not been written."""
+async def test_an_inline_message_is_completed_by_its_redelivery(successor: Outbox, look: Look) -> None:
+    """The process dies between the end of a handler and its mark, as if the mark had not been written."""
     first, second = Journal(), Journal()
     successor.handler(MoneyDeposited, name="first")(first)
     successor.handler(MoneyDeposited, name="second", priority=1)(second)

@@ -41,7 +41,7 @@ class Elsewhere(Event):
     number: int
 
 
-async def test_the_page_of_an_event_type_has_fields_handlers_relays_and_actions(make_outbox: MakeOutbox) -> None:
+async def test_an_event_type_has_fields_handlers_relays_and_actions(make_outbox: MakeOutbox) -> None:
     outbox = await make_outbox()
 
     @outbox.handler(Placed, name="receipt")
@@ -68,7 +68,7 @@ async def test_the_page_of_an_event_type_has_fields_handlers_relays_and_actions(
     assert missing.status_code == 404
 
 
-async def test_types_without_code_here_are_listed_by_rows_and_handlers(make_outbox: MakeOutbox) -> None:
+async def test_types_without_code_are_listed_by_rows_and_handlers(make_outbox: MakeOutbox) -> None:
     elsewhere, here = await make_outbox(), await make_outbox()
 
     @elsewhere.handler(Elsewhere, name="counts")

@@ -1,4 +1,4 @@
-"""The pages of events and actions; facts as JSON; what a user without rights sees; hostile data in every field."""
+"""The pages of events and actions: JSON, permissions, and hostile data in every field."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import pytest
 from outboxio import Outbox
 from outboxio.dashboard import Access, Dashboard
 from outboxio.dashboard.pages import PAGES
-from outboxio.dashboard.showing.documents import MOST_SHOWN
+from outboxio.dashboard.showing.documents import MAX_SHOWN
 from tests.kit.app import Look
 from tests.kit.busy import fill, open_shop
 from tests.kit.dashboards import browser, send_form
@@ -75,7 +75,7 @@ async def page_of(client: httpx.AsyncClient, path: str, status: int = 200) -> st
 
 
 def words_of(page: str) -> str:
-    """The words of the main part of a page, without markup."""
+    """The text of the main part of a page, without markup."""
     main = page.partition("<main")[2].partition("</main>")[0]
     return " ".join(unescape(re.sub(r"<[^>]+>", " ", main)).split())
 
@@ -107,19 +107,17 @@ def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 # --- the pages -----------------------------------------------------------------------------------
 
 
-async def test_an_event_shows_its_handlers_its_errors_its_chain_and_the_orders_about_it(
-    busy_file: Path, tmp_path: Path
-) -> None:
+async def test_an_event_shows_handlers_errors_chain_and_operations(busy_file: Path, tmp_path: Path) -> None:
     async with shop(busy_file, tmp_path) as (outbox, client):
         dead = await dead_of(outbox, "ledger")
-        await send_form(client, "/orders/retry", {"id": str(dead.id), "reason": "the account is open"})
+        await send_form(client, "/operations/retry", {"id": str(dead.id), "reason": "the account is open"})
         await outbox.drain(timeout=60)
         page = await page_of(client, f"/events/{dead.event_id}")
         words, found = words_of(page), await facts_of(client, f"/events/{dead.event_id}")
 
         assert {row["handler_name"] for row in found["notifications"]} == {"crm-sync", "invoice-pdf", "ledger"}
         [ledger] = [row for row in found["notifications"] if row["handler_name"] == "ledger"]
-        assert "Failed permanently: nothing happens until somebody retries or skips the notification." in words
+        assert "Failed permanently. It stays as it is until someone retries or skips it." in words
         error = ledger["errors"][0]  # the newest
         assert error["type"] in words
         assert error["message"] in words
@@ -135,7 +133,7 @@ async def test_an_event_shows_its_handlers_its_errors_its_chain_and_the_orders_a
         assert [(node["depth"], node["event_type"]) for node in found["tree"]["nodes"]][:2] == [
             (0, "OrderPlaced"), (1, "PaymentTaken"),
         ]  # fmt: skip
-        assert [node["event_id"] for node in found["tree"]["nodes"] if node["is_asked"]] == [str(dead.event_id)]
+        assert [node["event_id"] for node in found["tree"]["nodes"] if node["is_requested"]] == [str(dead.event_id)]
         assert page.count('aria-current="true"') == 1
         root = found["tree"]["nodes"][0]["event_id"]
         chain = (await facts_of(client, f"/events/{root}"))["tree"]["nodes"]
@@ -144,12 +142,12 @@ async def test_an_event_shows_its_handlers_its_errors_its_chain_and_the_orders_a
 
         # the id of a notification leads to its event, and the row is marked
         marked = await facts_of(client, f"/events/{dead.id}")
-        assert [row["id"] for row in marked["notifications"] if row["is_asked"]] == [str(dead.id)]
-        assert "is no id of an event" in words_of(await page_of(client, "/events/x", 404))
+        assert [row["id"] for row in marked["notifications"] if row["is_requested"]] == [str(dead.id)]
+        assert "is not the id of an event" in words_of(await page_of(client, "/events/x", 404))
         assert "There is no event" in words_of(await page_of(client, f"/events/{uuid4()}", 404))
 
 
-async def test_lists_of_events_and_actions_go_on_with_the_same_filter(busy_file: Path, tmp_path: Path) -> None:
+async def test_lists_of_events_and_actions_continue_with_the_same_filter(busy_file: Path, tmp_path: Path) -> None:
     async with shop(busy_file, tmp_path) as (outbox, client):
         for path, type_of in (("/events", lambda row: row["event_type"]), ("/actions", lambda row: row["name"])):
             seen: list[str] = []
@@ -173,7 +171,7 @@ async def test_lists_of_events_and_actions_go_on_with_the_same_filter(busy_file:
         assert "did you mean" in words_of(await page_of(client, "/events?type=OrderPlace", 400))
 
 
-async def test_an_action_shows_its_parameters_and_events_or_that_it_did_nothing(tmp_path: Path) -> None:
+async def test_an_action_shows_its_parameters_and_events(tmp_path: Path) -> None:
     busy, idle = uuid4(), uuid4()
     rows = [
         *(EventRow(action_id=busy, action_name="Import", action_params='{"file": "a.csv"}') for _ in range(25)),
@@ -185,18 +183,18 @@ async def test_an_action_shows_its_parameters_and_events_or_that_it_did_nothing(
             ("Look", 0, True), ("Import", 20, False),
         ]  # fmt: skip
         words = words_of(await page_of(client, "/actions"))
-        assert "did nothing" in words
+        assert "no events" in words
         assert "all 20+ events" in words
         found = await facts_of(client, f"/actions/{busy}")
         assert (len(found["events"]), found["params"]["value"]) == (25, {"file": "a.csv"})
         assert '"file": "a.csv"' in words_of(await page_of(client, f"/actions/{busy}"))
-        assert "The action did nothing" in words_of(await page_of(client, f"/actions/{idle}"))
+        assert "The action emitted no events." in words_of(await page_of(client, f"/actions/{idle}"))
         assert "There is no action" in words_of(await page_of(client, f"/actions/{uuid4()}", 404))
         [sentinel] = (await facts_of(client, f"/events?action={idle}"))["rows"]
         assert "emitted nothing" in words_of(await page_of(client, f"/events/{sentinel['id']}"))
 
 
-async def test_an_event_is_shown_although_its_chain_cannot_be_read_in_time(
+async def test_an_event_is_shown_although_reading_its_chain_times_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cause = EventRow(correlation_id="req-1")
@@ -207,7 +205,7 @@ async def test_an_event_is_shown_although_its_chain_cannot_be_read_in_time(
         assert (await facts_of(client, f"/events/{cause.id}"))["tree"] is None
 
 
-async def test_each_state_is_explained(tmp_path: Path) -> None:
+async def test_each_state_has_an_explanation(tmp_path: Path) -> None:
     event, now = EventRow(), datetime.now(UTC).replace(tzinfo=None)
     soon, long_ago = now + timedelta(hours=3), now - timedelta(hours=3)
     cases = {
@@ -215,8 +213,8 @@ async def test_each_state_is_explained(tmp_path: Path) -> None:
         "PENDING": (long_ago, "No process has a handler PENDING :"),
         "BLOCKED": (now, "No process has a handler BLOCKED :"),
         "DYING": (soon, "No process has a handler DYING :"),
-        "EXPIRED": (now, "Failed permanently: nothing happens until somebody retries or skips the notification."),
-        "SKIPPED": (now, "The handler never handles this event."),
+        "EXPIRED": (now, "Failed permanently. It stays as it is until someone retries or skips it."),
+        "SKIPPED": (now, "Skipped: the handler will not handle this event."),
     }
     rows = [
         Row(event_id=event.id, handler_name=state, state=state, next_retry_at=due, ordering_key="ada")
@@ -224,24 +222,24 @@ async def test_each_state_is_explained(tmp_path: Path) -> None:
     ]
     async with stored(tmp_path, event, *rows) as client:
         words = words_of(await page_of(client, f"/events/{event.id}"))
-        for state, (_, told) in cases.items():
-            assert told in words, state
+        for state, (_, explanation) in cases.items():
+            assert explanation in words, state
         found = (await facts_of(client, f"/events/{event.id}"))["notifications"]
         planned = {row["handler_name"]: row["is_overdue"] for row in found if row["due"]}
         assert planned == {"FAILED": False, "PENDING": True, "DYING": False}
 
 
-async def test_actions_and_events_of_several_shards_are_one_list(tmp_path: Path) -> None:
+async def test_actions_and_events_of_several_shards_are_merged(tmp_path: Path) -> None:
     urls = {name: f"sqlite:///{tmp_path / name}.db" for name in ("one", "two")}
     rows = [EventRow(action_id=uuid4(), action_name=f"Deposit{number}") for number in range(30)]
     async with Outbox(urls, namespace="app") as outbox:
         await outbox.migrate()
         for number, url in enumerate(urls.values()):
             await insert(Look(url), [row for place, row in enumerate(rows) if (place % 3 == 0) == (number == 0)])
-        for ask in (outbox.admin.actions, outbox.admin.events):
+        for query in (outbox.admin.actions, outbox.admin.events):
             found, after = [], None
             while True:
-                page = await ask(None, 4, after)
+                page = await query(None, 4, after)
                 found += page
                 after = page.next
                 if after is None:
@@ -255,7 +253,7 @@ async def test_actions_and_events_of_several_shards_are_one_list(tmp_path: Path)
             assert (await facts_of(client, f"/events/{of_two}"))["event"]["shard"] == "two"
 
 
-async def test_a_large_chain_is_drawn_up_to_a_bound(tmp_path: Path) -> None:
+async def test_a_large_chain_is_drawn_up_to_a_limit(tmp_path: Path) -> None:
     deep: list[EventRow] = [EventRow(event_type="Step")]
     for hops in range(1, 150):
         deep.append(EventRow(event_type="Step", causation_id=deep[-1].id, hops=hops))
@@ -271,7 +269,7 @@ async def test_a_large_chain_is_drawn_up_to_a_bound(tmp_path: Path) -> None:
 # --- facts as JSON -------------------------------------------------------------------------------
 
 
-async def test_the_json_of_every_page_has_the_facts_of_the_page(busy_file: Path, tmp_path: Path) -> None:
+async def test_every_page_has_its_facts_as_json(busy_file: Path, tmp_path: Path) -> None:
     async with shop(busy_file, tmp_path) as (outbox, client):
         dead = await dead_of(outbox, "ledger")
         operation = (await outbox.admin.operations(1))[0]
@@ -286,16 +284,16 @@ async def test_the_json_of_every_page_has_the_facts_of_the_page(busy_file: Path,
             for name, value in values:
                 if isinstance(value, str) and MOMENT.match(value):
                     assert value.endswith("Z"), (route.name, name, value)
-            told = {"handler_name", "event_type", "model_id", "fingerprint", "action_name", "actor"}
+            shown = {"handler_name", "event_type", "model_id", "fingerprint", "action_name", "actor"}
             for name, value in values:
-                if name in told and isinstance(value, str):
+                if name in shown and isinstance(value, str):
                     assert value in page, (route.name, name, value)
             if route.name in ("dead", "notifications", "events", "actions"):
                 assert len(facts["rows"]) > 5, route.name
             assert f"{client.base_url.join(path).path}?format=json" in page or "format=json" in page
 
 
-async def test_numbers_of_documents_keep_all_of_their_digits(tmp_path: Path) -> None:
+async def test_numbers_in_documents_keep_all_digits(tmp_path: Path) -> None:
     payload = '{"big": 123456789012345678901234567890, "total": 10.90, "tiny": 1e-400, "small": -0.0}'
     event = EventRow(payload=payload, action_params='{"n": 9007199254740993}', headers='{"x": 1.50}')
     async with stored(tmp_path, event) as client:
@@ -343,7 +341,7 @@ def paths_of(event: EventRow, row: Row) -> list[str]:
     ]
 
 
-async def test_without_the_right_to_payloads_a_user_sees_types_and_ids_only(tmp_path: Path) -> None:
+async def test_without_the_payloads_permission_only_types_and_ids_are_shown(tmp_path: Path) -> None:
     event, row = secret_rows()
     async with stored(tmp_path, event, row, access=VIEWER) as client:
         for path in paths_of(event, row):
@@ -367,7 +365,7 @@ async def test_without_the_right_to_payloads_a_user_sees_types_and_ids_only(tmp_
         assert (await client.get(f"/events/{event.id}/payload")).status_code == 403
 
 
-async def test_what_redact_removes_is_on_no_page(tmp_path: Path) -> None:
+async def test_redacted_values_are_on_no_page(tmp_path: Path) -> None:
     event, row = secret_rows()
     given: list[str] = []
 
@@ -415,7 +413,7 @@ def hostile_rows(text: str) -> tuple[EventRow, Row]:
     return event, Row(event_id=event.id, handler_name=text, state="DEAD", errors=errors, **shared)
 
 
-async def test_hostile_text_in_every_field_does_no_harm(tmp_path: Path) -> None:
+async def test_hostile_text_in_every_field_is_harmless(tmp_path: Path) -> None:
     pairs = [hostile_rows(text) for text in HOSTILE]
     async with stored(tmp_path, *(row for pair in pairs for row in pair)) as client:
         for (event, row), text in zip(pairs, HOSTILE, strict=True):
@@ -426,7 +424,7 @@ async def test_hostile_text_in_every_field_does_no_harm(tmp_path: Path) -> None:
             assert found["payload"]["value"] == {text: [text, {"deep": text}]}
             assert [error["type"] for error in found["notifications"][0]["errors"]] == ["Unknown", "Unknown", text]
             assert found["trace_id"] is None
-            # links lead to the same value, and orders to the same row
+            # links lead to the same value, and operations to the same row
             page = await page_of(client, f"/events/{event.id}")
             [same] = {unescape(link) for link in re.findall(r'href="(/events\?key=[^"]+)"', page)}
             [of_handler] = {unescape(link) for link in re.findall(r'href="(/handlers/[^"]+)"', page)}
@@ -434,7 +432,7 @@ async def test_hostile_text_in_every_field_does_no_harm(tmp_path: Path) -> None:
                 await refuse_harm(client, of_handler)
                 assert (await facts_of(client, of_handler))["handler_name"] == text
             assert [each["id"] for each in (await facts_of(client, same))["rows"]] == [str(event.id)], text
-            await send_form(client, "/orders/retry", {"id": str(row.id), "reason": text, "back": same})
+            await send_form(client, "/operations/retry", {"id": str(row.id), "reason": text, "back": same})
             [order] = (await facts_of(client, f"/events/{event.id}"))["operations"]
             assert (order["operation"]["done"], order["operation"]["reason"]) == (1, text)
             await refuse_harm(client, f"/operations/{order['operation']['id']}")
@@ -445,7 +443,7 @@ async def test_hostile_text_in_every_field_does_no_harm(tmp_path: Path) -> None:
 
 
 async def refuse_harm(client: httpx.AsyncClient, path: str) -> None:
-    """The page and its JSON answer, are small, and have no markup or invisible character of a text."""
+    """The page and its JSON respond, are small, and contain no markup or invisible character of a text."""
     answer = await client.get(path)
     assert answer.status_code == 200, (path, answer.text)
     main = answer.text.partition("<main")[2].partition("<footer")[0]
@@ -458,14 +456,14 @@ async def refuse_harm(client: httpx.AsyncClient, path: str) -> None:
     assert (await client.get(f"{path}?format=json")).status_code == 200, path
 
 
-async def test_documents_that_are_large_or_no_unicode_or_no_json_are_shown_within_a_bound(tmp_path: Path) -> None:
+async def test_large_or_malformed_documents_are_shown_up_to_a_limit(tmp_path: Path) -> None:
     large = EventRow(payload=json.dumps({"text": "x" * 10_000_000}))
     shared = {"action_id": uuid4(), "action_params": large.payload, "headers": large.payload}
     events = [
         large,
         EventRow(payload='{"half": "\\ud83d", "nul": "\\u0000"}'),
         EventRow(payload="{broken <script>", headers="[1]", action_params="null"),
-        EventRow(payload=json.dumps({"a" * MOST_SHOWN: 1})),
+        EventRow(payload=json.dumps({"a" * MAX_SHOWN: 1})),
         EventRow(payload="[" * 5000 + "]" * 5000),
         EventRow(payload="{}", **shared),
     ]  # fmt: skip
@@ -487,14 +485,14 @@ async def test_documents_that_are_large_or_no_unicode_or_no_json_are_shown_withi
         assert "{broken <script>" in words_of(await page_of(client, f"/events/{events[2].id}"))
 
 
-async def test_bytes_of_a_foreign_tool_that_are_no_text_break_no_page(tmp_path: Path) -> None:
+async def test_malformed_bytes_of_another_tool_break_no_page(tmp_path: Path) -> None:
     event = EventRow(model_id="7")
     async with stored(tmp_path, event, Row(event_id=event.id, state="DEAD")) as client:
         look, texts = (
             Look(f"sqlite:///{tmp_path / 'rows.db'}"),
             {"model_id": "61eda080ff", "payload": "7b2261ff223a317d"},
         )
-        for table in ("events", "event_notifications"):  # a lone surrogate, and a byte that UTF-8 does not have
+        for table in ("events", "event_notifications"):  # a lone surrogate, and a byte that is invalid in UTF-8
             for column, text in texts.items():
                 await look.fetch(f"UPDATE {{{table}}} SET {column} = CAST(x'{text}' AS TEXT)")
         for path in ("/events", "/actions", "/dead", "/notifications", f"/events/{event.id}"):

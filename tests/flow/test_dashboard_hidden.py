@@ -1,4 +1,4 @@
-"""What a user of the dashboard without the right ``payloads`` can find out about the messages of errors: nothing."""
+"""A dashboard user without the permission ``payloads`` cannot find out anything about error messages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("patient_pages")
 SECRET = "4929-1234"
 ON_CALL = Access("eve", can={"retry", "skip"})
 LISTS = ("/dead", "/notifications")
-ORDERS = ("/orders/retry", "/orders/skip")
+FORM_ACTIONS = ("/operations/retry", "/operations/skip")
 
 
 class Paid(Event):
@@ -30,7 +30,7 @@ class Paid(Event):
 
 @asynccontextmanager
 async def desk(access: Access) -> AsyncGenerator[tuple[Outbox, httpx.AsyncClient]]:
-    """An outbox with two dead letters of different errors of the same class, and a browser."""
+    """An outbox with two dead letters with different errors of the same class, and a browser."""
     outbox = Outbox("sqlite://", namespace="shop")
 
     @outbox.handler(Paid, name="charge", retry=RetryPolicy(max_attempts=1))
@@ -51,7 +51,7 @@ async def desk(access: Access) -> AsyncGenerator[tuple[Outbox, httpx.AsyncClient
 @pytest.mark.parametrize("access", [Access.viewer("grace"), ON_CALL], ids=["viewer", "on call"])
 @pytest.mark.parametrize("path", LISTS)
 @pytest.mark.parametrize("form", ["", "&format=json", "&after=WyI", "&state=DEAD"])
-async def test_a_filter_by_error_needs_the_right_to_payloads(path: str, access: Access, form: str) -> None:
+async def test_filtering_by_error_needs_the_payloads_permission(path: str, access: Access, form: str) -> None:
     async with desk(access) as (_, client):
         answers = {guess: await client.get(f"{path}?error={guess}{form}") for guess in (SECRET, "wrong", "ValueError")}
 
@@ -60,8 +60,8 @@ async def test_a_filter_by_error_needs_the_right_to_payloads(path: str, access: 
     assert "cannot filter by error" in answers[SECRET].text
 
 
-@pytest.mark.parametrize("path", ORDERS)
-async def test_an_operation_by_error_needs_the_right_to_payloads(path: str) -> None:
+@pytest.mark.parametrize("path", FORM_ACTIONS)
+async def test_operating_by_error_needs_the_payloads_permission(path: str) -> None:
     async with desk(ON_CALL) as (outbox, client):
         for fields in ({"error": SECRET}, {"error": "wrong"}, {"error": SECRET, "sure": "yes", "typed": "1"}):
             answer = await send_form(client, path, fields)
@@ -71,26 +71,26 @@ async def test_an_operation_by_error_needs_the_right_to_payloads(path: str) -> N
         assert int(await outbox.admin.count(Filter(states=(State.DEAD,)))) == 2
 
 
-async def test_a_user_with_the_right_to_payloads_filters_by_error() -> None:
+async def test_a_user_with_the_payloads_permission_filters_by_error() -> None:
     async with desk(Access.operator("ada")) as (_, client):
         assert len((await client.get(f"/dead?error={SECRET}&format=json")).json()["rows"]) == 1
         assert 'name="error"' in (await client.get("/dead")).text
-        assert (await send_form(client, "/orders/retry", {"error": SECRET})).status_code == 200
+        assert (await send_form(client, "/operations/retry", {"error": SECRET})).status_code == 200
 
 
-async def test_pages_without_the_right_to_payloads_lead_to_no_refused_filter() -> None:
+async def test_pages_without_the_payloads_permission_link_to_no_refused_filter() -> None:
     async with desk(ON_CALL) as (_, client):
         for path in ("/", "/dead", "/notifications", "/handlers/charge"):
             page = (await client.get(path)).text
             assert "error=" not in page, path
             assert 'name="error"' not in page, path
         [group] = (await client.get("/dead?format=json")).json()["grouped"]["groups"]
-        assert (group["error"], group["number"], group["filter"]["handler"]) == ("ValueError", 2, ["charge"])
+        assert (group["error"], group["count"], group["filter"]["handler"]) == ("ValueError", 2, ["charge"])
         assert len((await client.get("/handlers/charge?format=json")).json()["groups"]) == 1
-        assert (await send_form(client, "/orders/retry", {"handler": "charge"})).status_code == 200
+        assert (await send_form(client, "/operations/retry", {"handler": "charge"})).status_code == 200
 
 
-async def test_the_operations_of_others_do_not_show_their_filter_by_error() -> None:
+async def test_operations_of_others_hide_their_error_filter() -> None:
     async with desk(Access.viewer("grace")) as (outbox, client):
         operation = await outbox.admin.retry(Filter(error=SECRET), actor="ada")
         await outbox.admin.retry(Filter(error=SECRET, handler="charge"), actor="ada")
@@ -101,11 +101,11 @@ async def test_the_operations_of_others_do_not_show_their_filter_by_error() -> N
                 assert SECRET not in answer.text, form
 
 
-async def test_sentences_of_findings_end_before_the_message_of_an_error() -> None:
+async def test_finding_texts_omit_error_messages() -> None:
     sentences = {
-        "handler_resting": "`a: b` has rested for 2 min in process host:1:abc: card 4929-1234: no answer.",
-        "failing_long": "2 notifications of `a: b` keep failing, for 5 h: ValueError: card 4929-1234. Later ones wait.",
-        "operation_failed": "An order has failed: retry by ada: card 4929-1234",
+        "circuit_open": "The circuit breaker of `a: b` has been open for 2 min in process h: card 4929-1234: away.",
+        "failing_long": "2 notifications of `a: b` have been failing for 5 h: ValueError: card 4929-1234. Others wait.",
+        "operation_failed": "Operation failed: retry by ada: card 4929-1234",
     }
     async with desk(Access.viewer("grace")) as (outbox, _):
         overview = await outbox.admin.overview()

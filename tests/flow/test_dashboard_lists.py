@@ -1,4 +1,4 @@
-"""The pages with lists: handlers, a handler, dead letters, notifications, keys, instances, shards, operations."""
+"""The list pages: handlers, a handler, dead letters, notifications, keys, instances, shards, operations."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ async def shop(file: Path, to: Path, access: Access | None = None) -> AsyncGener
 
 
 async def text(client: httpx.AsyncClient, path: str, status: int = 200) -> str:
-    """The words of a page, without its markup."""
+    """The text of a page, without its markup."""
     answer = await client.get(path)
     assert answer.status_code == status, answer.text
     main = answer.text.partition("<main")[2].partition("</main>")[0]
@@ -66,7 +66,7 @@ def _plain(words: str) -> str:
     return words.replace("`", "").replace(" ", "")
 
 
-async def test_handlers_stand_worst_first_with_what_is_wrong(busy_file: Path, tmp_path: Path) -> None:
+async def test_handlers_are_listed_worst_first_with_their_problems(busy_file: Path, tmp_path: Path) -> None:
     async with shop(busy_file, tmp_path) as (_, client):
         found = await facts(client, "/handlers")
         names = [one["handler_name"] for one in found["handlers"]]
@@ -82,10 +82,10 @@ async def test_handlers_stand_worst_first_with_what_is_wrong(busy_file: Path, tm
         part = await facts(client, "/handlers?name=INVOICE")
         assert sorted(one["handler_name"] for one in part["handlers"]) == ["invoice-pdf", "mail-invoice"]
         assert part["of"] == len(names)
-        assert "No handler has this part in its name." in await text(client, "/handlers?name=nobody")
+        assert "No handler's name contains this text." in await text(client, "/handlers?name=nobody")
 
 
-async def test_a_handler_has_a_chart_errors_keys_options_and_orders(busy_file: Path, tmp_path: Path) -> None:
+async def test_a_handler_page_has_chart_errors_keys_options_and_operations(busy_file: Path, tmp_path: Path) -> None:
     async with shop(busy_file, tmp_path) as (outbox, client):
         await outbox.admin.pause("ledger", actor="grace", reason="the bank is closed")
         found = await facts(client, "/handlers/ledger")
@@ -99,15 +99,15 @@ async def test_a_handler_has_a_chart_errors_keys_options_and_orders(busy_file: P
         assert len((await facts(client, "/handlers/ledger?span=24h"))["history"]["points"]) == 96
 
         page = await text(client, "/handlers/ledger")
-        for words in ("Unpause", "Replay…", "Backfill…", "Unsubscribe…", "in order of its keys", "max_attempts 1",
+        for words in ("Unpause", "Replay…", "Backfill…", "Unsubscribe…", "ordered by key", "max_attempts 1",
                       "pause by grace the bank is closed", "Duration of a run, at most"):  # fmt: skip
             assert words in page, words
-        assert "No notification of this handler has failed" in await text(client, "/handlers/receipt")
+        assert "No notification of this handler is waiting for a retry" in await text(client, "/handlers/receipt")
         assert "did you mean 'ledger'" in await text(client, "/handlers/ledgr", 404)
-        assert "There is no chart of 7d." in await text(client, "/handlers/ledger?span=7d", 400)
+        assert "Unknown span 7d." in await text(client, "/handlers/ledger?span=7d", 400)
 
 
-async def test_a_handler_without_code_here_is_shown(busy_file: Path, tmp_path: Path) -> None:
+async def test_a_handler_without_local_code_is_shown(busy_file: Path, tmp_path: Path) -> None:
     async with shop(busy_file, tmp_path) as (_, client):
         found = await facts(client, "/handlers/legacy-tracking")
         assert found["registered"] is None
@@ -120,7 +120,7 @@ async def test_dead_letters_are_grouped_and_listed_newest_first(busy_file: Path,
         number = int(await outbox.admin.count(DEAD))
         found = await facts(client, "/dead")
         assert found["count"] == {"number": number, "is_complete": True}
-        assert sum(group["number"] for group in found["grouped"]["groups"]) == number
+        assert sum(group["count"] for group in found["grouped"]["groups"]) == number
         errors = [group["error"] for group in found["grouped"]["groups"]]
         assert "ConnectionError: pdf:* refused the connection for order *" in errors
         dates = [row["updated_date"] for row in found["rows"] if row["handler_name"] == "invoice-pdf"]
@@ -128,18 +128,18 @@ async def test_dead_letters_are_grouped_and_listed_newest_first(busy_file: Path,
 
         group = next(one for one in found["grouped"]["groups"] if one["handler_name"] == "ledger")
         part = await client.get("/dead", params={**group["filter"], "format": "json"})
-        assert part.json()["count"]["number"] == group["number"]
+        assert part.json()["count"]["number"] == group["count"]
 
         page = await text(client, "/dead")
         assert f"Retry all {number}" in page
         assert f"Skip all {number}" in page
-        assert "No dead letter matches the filter." in await text(client, "/dead?handler=receipt")
+        assert "No dead letters match the filter." in await text(client, "/dead?handler=receipt")
         assert "dead letters are DEAD or EXPIRED" in await text(client, "/dead?state=PENDING", 400)
         assert "did you mean 'ledger'" in await text(client, "/dead?handler=ledgr", 400)
         assert "no filter 'handle'" in await text(client, "/dead?handle=ledger", 400)
 
 
-async def test_older_rows_follow_without_gaps_even_for_a_filter_of_the_last_hours(
+async def test_older_rows_follow_without_gaps_under_a_time_filter(
     busy_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(import_module("outboxio.dashboard.pages.notifications"), "ROWS", 5)
@@ -156,7 +156,7 @@ async def test_older_rows_follow_without_gaps_even_for_a_filter_of_the_last_hour
             assert len(seen) == len(set(seen)) == (await facts(client, start))["count"]["number"] > 10
 
 
-async def test_notifications_are_chosen_by_the_words_of_the_address(busy_file: Path, tmp_path: Path) -> None:
+async def test_notifications_are_filtered_by_url_parameters(busy_file: Path, tmp_path: Path) -> None:
     async with shop(busy_file, tmp_path) as (_, client):
         found = await facts(client, "/notifications?state=failed&handler=crm-sync")
         assert {row["state"] for row in found["rows"]} == {"FAILED"}
@@ -170,7 +170,7 @@ async def test_notifications_are_chosen_by_the_words_of_the_address(busy_file: P
         assert "There is no shard" in await text(client, "/notifications?shard=second", 400)
 
 
-async def test_parked_keys_say_what_parks_them(busy_file: Path, tmp_path: Path) -> None:
+async def test_a_parked_key_shows_what_parks_it(busy_file: Path, tmp_path: Path) -> None:
     async with shop(busy_file, tmp_path) as (_, client):
         found = await facts(client, "/keys")
         assert found["is_all"]
@@ -178,11 +178,11 @@ async def test_parked_keys_say_what_parks_them(busy_file: Path, tmp_path: Path) 
         page = await text(client, "/keys?handler=ledger")
         assert "Retry" in page
         assert "Resume…" in page
-        assert "No key is parked" in await text(client, "/keys?handler=receipt")
+        assert "No parked keys." in await text(client, "/keys?handler=receipt")
         assert "did you mean 'ledger'" in await text(client, "/keys?handler=ledgr", 400)
 
 
-async def test_processes_and_locks_are_shown_while_a_process_runs_and_after(busy_file: Path, tmp_path: Path) -> None:
+async def test_processes_and_locks_are_shown_during_and_after_running(busy_file: Path, tmp_path: Path) -> None:
     async with shop(busy_file, tmp_path) as (outbox, client):
         assert "No process has reported within the last 10 minutes." in await text(client, "/instances")
         async with outbox.running():
@@ -197,7 +197,7 @@ async def test_processes_and_locks_are_shown_while_a_process_runs_and_after(busy
         assert {lock["handler_name"] for lock in found["locks"]} >= {None, "ledger", "legacy-tracking"}
 
 
-async def test_stuck_runs_stand_with_the_line_at_which_they_wait(tmp_path: Path) -> None:
+async def test_stuck_runs_are_shown_with_their_current_line(tmp_path: Path) -> None:
     async with Outbox(f"sqlite:///{tmp_path / 'new.db'}", namespace="shop") as outbox:
         await outbox.migrate()
         now = utc_now()
@@ -230,10 +230,12 @@ async def test_shards_show_tables_fanout_and_retention(busy_file: Path, tmp_path
         assert "Purge now…" in page
 
 
-async def test_operations_say_who_has_ordered_what_and_why(busy_file: Path, tmp_path: Path) -> None:
+async def test_operations_show_actor_action_and_reason(busy_file: Path, tmp_path: Path) -> None:
     async with shop(busy_file, tmp_path) as (_, client):
         found = await facts(client, "/operations")
-        said = [(row["operation"]["kind"], row["said"], row["operation"]["reason"]) for row in found["operations"]]
+        said = [
+            (row["operation"]["kind"], row["description"], row["operation"]["reason"]) for row in found["operations"]
+        ]
         assert said == [
             ("retry", "3 notifications", "is the PDF service back?"),
             ("pause", "the handler “warehouse-export”", "the warehouse counts its stock"),
@@ -246,7 +248,7 @@ async def test_operations_say_who_has_ordered_what_and_why(busy_file: Path, tmp_
         await text(client, f"/operations/{'0' * 8}-0000-7000-8000-{'0' * 12}", 404)
 
 
-async def test_a_viewer_sees_no_order_and_no_message_of_an_error(busy_file: Path, tmp_path: Path) -> None:
+async def test_a_viewer_sees_no_operations_and_no_error_messages(busy_file: Path, tmp_path: Path) -> None:
     async with shop(busy_file, tmp_path, Access.viewer("grace")) as (outbox, client):
         await outbox.admin.retry(Filter(error="refused the connection"), actor="ada")
         pages = ("/dead", "/notifications", "/handlers/ledger", "/handlers/invoice-pdf", "/keys", "/shards",
@@ -263,23 +265,23 @@ async def test_a_viewer_sees_no_order_and_no_message_of_an_error(busy_file: Path
         assert {row["error_type"] for row in found["rows"]} >= {"LookupError", "ValueError"}
 
 
-async def test_empty_tables_reassure(tmp_path: Path) -> None:
+async def test_empty_tables_have_a_friendly_text(tmp_path: Path) -> None:
     async with Outbox(f"sqlite:///{tmp_path / 'new.db'}", namespace="shop") as outbox:
         await outbox.migrate()
         async with browser(Dashboard(outbox, authorize=lambda request: Access.admin("ada"))) as client:
             words = {
-                "/handlers": "No process has announced a handler yet.",
-                "/dead": "No dead letters: every notification was handled, or will still be handled.",
-                "/notifications": "There are no notifications yet.",
-                "/keys": "No key is parked",
+                "/handlers": "No handlers yet.",
+                "/dead": "No dead letters: every notification has been handled or is still being processed.",
+                "/notifications": "No notifications yet.",
+                "/keys": "No parked keys.",
                 "/instances": "No process has reported",
-                "/operations": "No operator has ordered anything.",
+                "/operations": "No operations yet.",
             }
             for path, expected in words.items():
                 assert expected in await text(client, path), path
 
 
-async def test_a_list_is_shown_without_the_groups_and_the_number_that_take_too_long(
+async def test_a_list_is_shown_without_slow_groups_and_counts(
     busy_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("outboxio.dashboard.lists.PATIENCE", 0)
@@ -288,7 +290,7 @@ async def test_a_list_is_shown_without_the_groups_and_the_number_that_take_too_l
         assert found["grouped"] is None
         assert found["count"] == {"number": len(found["rows"]), "is_complete": False}
         page = await text(client, "/dead")
-        assert "could not be grouped within 2 s" in page
+        assert "Grouping the dead letters took longer than 2 s" in page
         assert f"Retry all {len(found['rows'])}+" in page
-        assert "could not be grouped within 2 s" in await text(client, "/handlers/ledger")
+        assert "Grouping the failures took longer than 2 s" in await text(client, "/handlers/ledger")
         assert (await facts(client, "/notifications"))["count"] == {"number": 50, "is_complete": False}

@@ -1,4 +1,4 @@
-"""The search for any id, the counts of states, options by the report of a process, and the timeline of an event."""
+"""The search for any id, counts of states, options from process reports, and the timeline of an event."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ async def stored(to: Path, *rows: Row | EventRow) -> AsyncGenerator[tuple[Outbox
 
 
 def words_of(answer: httpx.Response) -> str:
-    """The words of the main part of a page, without markup."""
+    """The text of the main part of a page, without markup."""
     assert answer.status_code == 200, answer.text
     main = answer.text.partition("<main")[2].partition("</main>")[0]
     return " ".join(unescape(re.sub(r"<[^>]+>", " ", main)).split())
@@ -76,13 +76,13 @@ def words_of(answer: httpx.Response) -> str:
 
 
 async def found_at(client: httpx.AsyncClient, text: str | UUID) -> str | None:
-    """The page to which a search leads; ``None`` for a list of results."""
+    """The page that a search opens; ``None`` for a list of results."""
     answer = await client.get("/search", params={"q": str(text)})
     assert answer.status_code in (200, 303), answer.text
     return answer.headers["location"] if answer.status_code == 303 else None
 
 
-async def test_an_id_of_a_single_event_leads_to_its_page(tmp_path: Path) -> None:
+async def test_an_id_of_a_single_event_opens_its_page(tmp_path: Path) -> None:
     event = EventRow(action_id=uuid4(), model_id=MODEL, ordering_key="key-1", correlation_id=REQUEST)
     other = EventRow(action_id=uuid4(), model_id="other")
     notification = Row(event_id=event.id)
@@ -97,22 +97,22 @@ async def test_an_id_of_a_single_event_leads_to_its_page(tmp_path: Path) -> None
     assert [(one["kind"], len(one["rows"])) for one in json_of["matches"]] == [("correlation id", 1)]
 
 
-async def test_an_id_of_several_events_is_listed_by_what_has_the_id(tmp_path: Path) -> None:
+async def test_an_id_of_several_events_is_listed_by_kind(tmp_path: Path) -> None:
     both = [EventRow(correlation_id=REQUEST), EventRow(correlation_id=REQUEST), EventRow(ordering_key=REQUEST)]
     async with stored(tmp_path, *both) as (_, client):
         answer = await client.get("/search", params={"q": REQUEST})
-        told = words_of(answer)
+        shown = words_of(answer)
         nothing = words_of(await client.get("/search", params={"q": "req-8"}))
         strange = [words_of(await client.get("/search", params={"q": text})) for text in ("x" * 900, "a\0b", "%", "")]
 
-    assert "2 events with this correlation id" in told
-    assert "1 event with this ordering key" in told
+    assert "2 events with this correlation id" in shown
+    assert "1 event with this ordering key" in shown
     assert f"/events?correlation={REQUEST}" in unescape(answer.text)
-    assert "Nothing has the id req-8" in nothing
-    assert ["Nothing has the id" in text for text in strange] == [True, True, True, False]
+    assert "No results for req-8" in nothing
+    assert ["No results for" in text for text in strange] == [True, True, True, False]
 
 
-async def test_names_of_handlers_and_ids_of_operations_are_found(busy_file: Path, tmp_path: Path) -> None:
+async def test_handler_names_and_operation_ids_are_found(busy_file: Path, tmp_path: Path) -> None:
     async with shop(busy_file, tmp_path) as (outbox, client):
         operation = (await outbox.admin.operations(limit=1))[0].id
         assert await found_at(client, "ledger") == "/handlers/ledger"
@@ -124,7 +124,7 @@ async def test_names_of_handlers_and_ids_of_operations_are_found(busy_file: Path
 # --- states ---------------------------------------------------------------------------------------
 
 
-async def test_states_stand_above_a_list_with_their_counts(busy_file: Path, tmp_path: Path) -> None:
+async def test_states_are_shown_above_a_list_with_their_counts(busy_file: Path, tmp_path: Path) -> None:
     async with shop(busy_file, tmp_path) as (outbox, client):
         counts = {str(state): int(await outbox.admin.count(Filter(states=(state,)))) for state in State}
         found = (await client.get("/notifications?format=json")).json()
@@ -142,14 +142,14 @@ async def test_states_stand_above_a_list_with_their_counts(busy_file: Path, tmp_
         assert len(re.findall(r"state=DEAD\" title=\"[^\"]*\" aria-current", chosen)) == 1
 
 
-async def test_the_filter_of_dead_letters_has_both_states_ticked(busy_file: Path, tmp_path: Path) -> None:
+async def test_the_dead_letter_filter_has_both_states_checked(busy_file: Path, tmp_path: Path) -> None:
     async with shop(busy_file, tmp_path) as (_, client):
         both, one = (await client.get("/dead")).text, (await client.get("/dead?state=EXPIRED")).text
     ticked = r'value="(DEAD|EXPIRED)" checked'
     assert (re.findall(ticked, both), re.findall(ticked, one)) == (["DEAD", "EXPIRED"], ["EXPIRED"])
 
 
-async def test_a_state_that_takes_too_long_to_count_is_a_question_mark(
+async def test_a_state_that_is_slow_to_count_shows_a_question_mark(
     busy_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("outboxio.dashboard.lists.PATIENCE", 0)
@@ -160,7 +160,7 @@ async def test_a_state_that_takes_too_long_to_count_is_a_question_mark(
 # --- ids ------------------------------------------------------------------------------------------
 
 
-async def test_a_list_has_the_end_of_a_uuid_the_whole_and_a_button_to_copy(tmp_path: Path) -> None:
+async def test_a_list_shows_short_uuids_with_a_copy_button(tmp_path: Path) -> None:
     event = EventRow(model_id=MODEL)
     row = Row(event_id=event.id, model_id=MODEL, state="DEAD", errors='[{"type": "E", "message": "m", "attempt": 1}]')
     async with stored(tmp_path, event, row) as (_, client):
@@ -175,7 +175,7 @@ async def test_a_list_has_the_end_of_a_uuid_the_whole_and_a_button_to_copy(tmp_p
 # --- options --------------------------------------------------------------------------------------
 
 
-async def test_options_are_those_of_the_newest_process_that_reports_them(tmp_path: Path) -> None:
+async def test_options_come_from_the_newest_reporting_process(tmp_path: Path) -> None:
     async with stored(tmp_path) as (outbox, client):
         now, reports = utc_now(), database_of(outbox).reports
         known = ((9, "old", {"timeout": "1s"}), (5, "new", {"timeout": "5m"}), (1, "older code", None))
@@ -191,15 +191,15 @@ async def test_options_are_those_of_the_newest_process_that_reports_them(tmp_pat
             f"priority, ordered, last_seen_date) VALUES ('app', 'mail', 'Paid', '', '[]', 0, 0, '{now}')"
         )
         [status] = await outbox.admin.handlers()
-        told = words_of(await client.get("/handlers/mail"))
+        shown = words_of(await client.get("/handlers/mail"))
         at = ("--database", f"sqlite:///{tmp_path / 'rows.db'}", "--namespace", "app")
         listed = await asyncio.to_thread(CliRunner().invoke, app, ["handlers", *at, "mail"])
         unknown = await asyncio.to_thread(CliRunner().invoke, app, ["handlers", *at, "mial"])
     assert (status.options, status.options_from) == ({"timeout": "5m"}, "new")
     assert "by new (7.1)" in listed.stdout
     assert "timeout=5m" in listed.stdout
-    assert "no process has announced a handler 'mial': did you mean 'mail'" in unknown.output
-    assert "timeout 5m Options of process new, outboxio 7.1" in told
+    assert "no process has registered a handler 'mial': did you mean 'mail'" in unknown.output
+    assert "timeout 5m Options of process new, outboxio 7.1" in shown
 
 
 # --- timeline -------------------------------------------------------------------------------------
@@ -213,7 +213,7 @@ def failure(attempt: int, seconds: float) -> dict[str, object]:
     return {"type": "TimeoutError", "message": "secret", "attempt": attempt, "time": later(seconds).isoformat()}
 
 
-async def test_a_timeline_says_what_is_known_of_each_attempt(tmp_path: Path) -> None:
+async def test_a_timeline_shows_what_is_known_of_each_attempt(tmp_path: Path) -> None:
     event = EventRow(action_name="Pay", delivered=True)
     effect = EventRow(event_type="InvoiceMade", action_name="Invoice", causation_id=event.id, event_date=later(6))
     common = {"event_id": event.id, "created_date": later(0.5)}
@@ -229,8 +229,8 @@ async def test_a_timeline_says_what_is_known_of_each_attempt(tmp_path: Path) -> 
         answer = await client.get(f"/events/{event.id}")
         steps = (await client.get(f"/events/{event.id}?format=json")).json()["timeline"]
 
-    told = [(one["after"], one["handler"], one["what"], one["detail"]) for one in steps]
-    assert told == [
+    shown = [(one["after"], one["handler"], one["what"], one["detail"]) for one in steps]
+    assert shown == [
         (0.0, None, "emitted", "by Pay"),
         (None, "pdf", "10 earlier attempts", "times not kept: a notification keeps its newest errors"),
         (0.5, None, "fanned out", "to 2 handlers"),

@@ -8,7 +8,7 @@ import pytest
 
 from outboxio import Event, Outbox
 from outboxio.dashboard import Access, Dashboard, allow_all
-from outboxio.dashboard.asked import WEBHOOK_DELIVERY
+from outboxio.dashboard.page_request import WEBHOOK_DELIVERY
 from outboxio.integrations.webhooks import Endpoint, Webhooks
 from outboxio.integrations.webhooks.outgoing import WebhookDelivery
 from outboxio.model.event import type_name
@@ -26,7 +26,7 @@ def test_the_name_of_deliveries_is_known_without_the_extra() -> None:
     assert type_name(WebhookDelivery) == WEBHOOK_DELIVERY
 
 
-async def test_the_page_lists_endpoints_with_failures_first(tmp_path: Path) -> None:
+async def test_endpoints_are_listed_with_failures_first(tmp_path: Path) -> None:
     async with (
         receiving() as good,
         receiving() as bad,
@@ -57,4 +57,4 @@ async def test_an_outbox_without_webhooks_has_no_link(tmp_path: Path) -> None:
         await outbox.migrate()
         async with browser(Dashboard(outbox, authorize=allow_all)) as client:
             assert "Webhooks" not in (await client.get("/")).text
-            assert "No webhook was delivered yet" in (await client.get("/webhooks")).text
+            assert "No webhooks delivered yet" in (await client.get("/webhooks")).text

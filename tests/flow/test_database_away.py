@@ -1,4 +1,4 @@
-"""The errors of calls while the database is away, or closes the connection in the middle of a call."""
+"""Errors of calls while the database is unreachable, or closes the connection during a call."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def cut(url: str) -> AsyncGenerator[tuple[str, Callable[[], Awaitable[None
     if urlsplit(url).scheme == "sqlite":
         async with breakable(url) as database:
             yield url, database.breaks
-            await database.is_mended()
+            await database.recovers()
         return
     async with proxy_to(url) as proxy:
 
@@ -52,30 +52,30 @@ async def cut(url: str) -> AsyncGenerator[tuple[str, Callable[[], Awaitable[None
         yield proxy.url, cut_soon
 
 
-async def test_a_drain_without_its_database_is_unavailable(database_url: str, leaks: Leaks) -> None:
+async def test_a_drain_with_an_unreachable_database_raises_unavailable(database_url: str, leaks: Leaks) -> None:
     async with breakable(database_url) as database, Outbox(database.source, namespace="app") as outbox:
         outbox.handler(MoneyDeposited, name="first")(Journal())
         await outbox.execute(Emit((1,)))
         await database.breaks()
         with pytest.raises(DatabaseUnavailable, match="'default'"):
             await outbox.drain()
-        await database.is_mended()
+        await database.recovers()
         assert (await outbox.drain()).succeeded == 1
     await leaks.nothing_is_left()
 
 
-async def test_a_drain_beside_running_is_unavailable_as_well(server_url: str, leaks: Leaks) -> None:
+async def test_a_drain_beside_running_raises_unavailable_as_well(server_url: str, leaks: Leaks) -> None:
     async with breakable(server_url) as database, Outbox(database.source, namespace="app") as outbox:
         outbox.handler(MoneyDeposited, name="first")(Journal())
         async with outbox.running():
             await database.breaks()
             with pytest.raises(DatabaseUnavailable, match="'default'"):
                 await outbox.drain()
-            await database.is_mended()
+            await database.recovers()
     await leaks.nothing_is_left()
 
 
-async def test_a_connection_lost_in_a_drain_or_check_is_unavailable(server_url: str) -> None:
+async def test_a_connection_lost_in_drain_or_check_raises_unavailable(server_url: str) -> None:
     calls: list[Call] = [Outbox.check, Outbox.drain]
     for call in calls:
         async with cut(server_url) as (url, disturb), Outbox(url, namespace="app", settings=QUIET) as outbox:
@@ -87,7 +87,7 @@ async def test_a_connection_lost_in_a_drain_or_check_is_unavailable(server_url: 
 
 
 @pytest.mark.parametrize("name", ["pause", "receive", "consume"])
-async def test_other_calls_pass_on_the_error_of_the_driver(database_url: str, name: str) -> None:
+async def test_other_calls_pass_on_driver_errors(database_url: str, name: str) -> None:
     async def call(outbox: Outbox) -> None:
         message = {"source": "billing", "external_id": str(uuid4()), "event": MoneyDeposited(uuid4(), Decimal(1))}
         if name == "pause":

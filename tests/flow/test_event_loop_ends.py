@@ -1,4 +1,4 @@
-"""Event loops that come and go in one process, and the state that they leave to the next loop."""
+"""Several event loops in one process, and the state they leave to the next loop."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from outboxio import Outbox
 from tests.kit.app import WALLETS, Emit, Journal, Look, MoneyDeposited
-from tests.kit.own_programs import outcome
+from tests.kit.inline_programs import outcome
 from tests.kit.probes import open_transactions
 
 pytestmark = pytest.mark.above_statements
@@ -22,7 +22,7 @@ async def look(database_url: str) -> Look:
     return look
 
 
-async def test_actions_of_two_threads_are_committed_whole_or_refused(database_url: str, look: Look) -> None:
+async def test_actions_of_two_threads_commit_entirely_or_are_refused(database_url: str, look: Look) -> None:
     """Each thread runs an event loop for each action, as ``asyncio.run`` in a request's thread does."""
     succeeded, failed = await outcome(database_url, """
         succeeded, failed = [], Counter()
@@ -57,10 +57,8 @@ async def test_actions_of_two_threads_are_committed_whole_or_refused(database_ur
     assert set(failed) <= {"LookupError", "WrongEventLoop"}
 
 
-async def test_what_a_closed_loop_left_open_neither_commits_nor_ends_what_comes_later(
-    database_url: str, look: Look
-) -> None:
-    """Tasks of a closed event loop end whenever they are collected: here inside a later transaction."""
+async def test_transactions_of_a_closed_loop_do_not_affect_later_ones(database_url: str, look: Look) -> None:
+    """Tasks of a closed event loop end when they are collected: here inside a later transaction."""
     ended = await outcome(database_url, """
         async def leave_open():
             begun = asyncio.Event()
@@ -75,7 +73,7 @@ async def test_what_a_closed_loop_left_open_neither_commits_nor_ends_what_comes_
             await begun.wait()
             return task.get_coro()
 
-        async def go_on(left):
+        async def resume(left):
             async with outbox.transaction("Next") as tx:
                 await add_wallet(tx, "next")
                 try:
@@ -93,7 +91,7 @@ async def test_what_a_closed_loop_left_open_neither_commits_nor_ends_what_comes_
         loop = asyncio.new_event_loop()
         left = loop.run_until_complete(leave_open())
         loop.close()
-        print(json.dumps(asyncio.run(go_on(left))))
+        print(json.dumps(asyncio.run(resume(left))))
         sys.stdout.flush()
         os._exit(0)
     """)  # fmt: skip
@@ -103,8 +101,8 @@ async def test_what_a_closed_loop_left_open_neither_commits_nor_ends_what_comes_
     assert await open_transactions(database_url) == []
 
 
-async def test_a_stay_that_a_closed_loop_did_not_leave_is_over(database_url: str, look: Look) -> None:
-    """``loop.close()`` ends no task: to the next event loop the outbox must not seem to be running."""
+async def test_a_running_block_of_a_closed_loop_has_ended(database_url: str, look: Look) -> None:
+    """``loop.close()`` ends no task: the outbox must not appear to be running in the next event loop."""
     succeeded = await outcome(database_url, """
         from tests.kit.app import Journal, MoneyDeposited
         journal = Journal()
@@ -140,7 +138,7 @@ async def test_a_stay_that_a_closed_loop_did_not_leave_is_over(database_url: str
     assert succeeded == 2
 
 
-def test_in_memory_a_stay_that_a_closed_loop_did_not_leave_is_over_too() -> None:
+def test_in_memory_a_running_block_of_a_closed_loop_has_ended() -> None:
     """The data stays, and so would its locks, which are only names in a set."""
     outbox, journal, kept = Outbox("sqlite://", namespace="app"), Journal(), list[Any]()
     outbox.handler(MoneyDeposited, name="first")(journal)
@@ -168,4 +166,4 @@ def test_in_memory_a_stay_that_a_closed_loop_did_not_leave_is_over_too() -> None
         assert asyncio.run(run_again()) == 2
     finally:
         for task in kept[1:]:
-            task._log_destroy_pending = False  # left behind on purpose
+            task._log_destroy_pending = False  # left open on purpose

@@ -1,4 +1,4 @@
-"""Forks: a child uses no connection of its parent. An outbox that the parent had opened is refused there, by name."""
+"""Forks: a child uses none of its parent's connections, and is refused an outbox that the parent had opened."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import pytest
 
 from tests.kit.app import WALLETS, Look
-from tests.kit.own_programs import outcome
+from tests.kit.inline_programs import outcome
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 
@@ -107,10 +107,8 @@ async def look(database_url: str) -> Look:
 
 
 @pytest.mark.above_statements
-async def test_every_use_in_a_child_of_the_process_that_opened_the_outbox_is_refused_by_name(
-    database_url: str, look: Look
-) -> None:
-    """The parent runs, handles an event and has a transaction open, and goes on as if there were no child."""
+async def test_a_child_is_refused_an_outbox_its_parent_opened(database_url: str, look: Look) -> None:
+    """The parent runs, handles an event, has a transaction open, and continues as if there were no child."""
     result = await outcome(database_url, FORKING + """
     journal, in_handler = Journal(), []
 
@@ -145,7 +143,7 @@ async def test_every_use_in_a_child_of_the_process_that_opened_the_outbox_is_ref
 
 
 @pytest.mark.above_statements
-async def test_an_outbox_that_only_its_event_loop_has_left_is_refused_too(database_url: str, look: Look) -> None:
+async def test_an_outbox_left_only_by_its_event_loop_is_refused(database_url: str, look: Look) -> None:
     """Its connections are still open, because the outbox was not closed."""
     assert await outcome(database_url, FORKING + """
     asyncio.run(outbox.migrate())
@@ -160,7 +158,7 @@ async def test_an_outbox_that_only_its_event_loop_has_left_is_refused_too(databa
 
 
 @pytest.mark.above_statements
-async def test_a_child_of_a_child_is_refused_what_the_child_has_opened(database_url: str, look: Look) -> None:
+async def test_a_grandchild_is_refused_what_the_child_opened(database_url: str, look: Look) -> None:
     assert await outcome(database_url, FORKING + """
     asyncio.run(outbox.migrate())
     asyncio.run(outbox.close())
@@ -176,10 +174,8 @@ async def test_a_child_of_a_child_is_refused_what_the_child_has_opened(database_
 
 
 @pytest.mark.above_statements
-async def test_an_outbox_that_no_parent_has_open_works_in_each_child_under_a_name_of_its_own(
-    database_url: str, look: Look
-) -> None:
-    """As in the workers of ``gunicorn --preload``: the module is imported, and the outbox made, before the forks."""
+async def test_an_unopened_outbox_works_in_each_child_under_its_own_name(database_url: str, look: Look) -> None:
+    """As in the workers of ``gunicorn --preload``: the module is imported, and the outbox created, before the forks."""
     children, name_of_parent = await outcome(database_url, FORKING + """
     journal = Journal()
     outbox.handler(WalletOpened, name="first")(journal)
@@ -212,7 +208,7 @@ async def test_an_outbox_that_no_parent_has_open_works_in_each_child_under_a_nam
     assert len(set(ids)) == 3
 
 
-async def test_a_transaction_of_the_parent_is_over_in_the_child(database_url: str, look: Look) -> None:
+async def test_a_parents_transaction_has_ended_in_the_child(database_url: str, look: Look) -> None:
     said = await outcome(database_url, FORKING + """
     async def parent():
         await outbox.migrate()

@@ -1,4 +1,4 @@
-"""``gunicorn --preload``: the application is imported once, and every worker is a forked copy of the master process."""
+"""``gunicorn --preload``: the application is imported once, and every worker is forked from the master process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -55,22 +55,29 @@ async def answer(socket: Path) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("worker", ["asgi", "uvicorn.workers.UvicornWorker"])
-async def test_each_worker_of_a_preloaded_application_works_under_a_name_of_its_own(
+async def test_each_worker_of_a_preloaded_application_has_its_own_name(
     database_url: str, tmp_path: Path, worker: str
 ) -> None:
     socket, owners = tmp_path / "g", dict[object, object]()
     requests = 0
 
+    async def accepts_connections() -> bool:
+        # gunicorn binds the socket, which creates the file, before it listens.
+        with suppress(FileNotFoundError, ConnectionRefusedError):
+            _, writer = await asyncio.open_unix_connection(str(socket))
+            writer.close()
+            return True
+        return False
+
     async def both_answered() -> bool:
         nonlocal requests
-        if not socket.exists():
-            return False
         for seen in await asyncio.gather(*(answer(socket) for _ in range(10))):
             requests += 1
             owners[seen["process"]] = seen["owner"]
         return len(owners) == 2
 
     async with gunicorn(worker, database_url, socket), Outbox(database_url, namespace="app") as outbox:
+        await eventually(accepts_connections)
         await eventually(both_answered)
         assert len(set(owners.values())) == 2
         assert all(str(owner).split(":")[1] == str(process) for process, owner in owners.items())
@@ -88,9 +95,7 @@ async def test_each_worker_of_a_preloaded_application_works_under_a_name_of_its_
         assert {lock.owner for lock in await outbox.admin.locks()} <= set(owners.values())
 
 
-async def test_workers_of_an_application_that_uses_the_outbox_while_it_is_imported_do_not_start(
-    database_url: str, tmp_path: Path
-) -> None:
+async def test_workers_do_not_start_if_the_outbox_was_used_at_import(database_url: str, tmp_path: Path) -> None:
     async with gunicorn("uvicorn.workers.UvicornWorker", database_url, tmp_path / "g", OPEN="1") as process:
         async with asyncio.timeout(90):
             said, _ = await process.communicate()

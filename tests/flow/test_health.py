@@ -1,4 +1,4 @@
-"""Probes of real worker processes: a database that is down, a blocked event loop, SIGTERM, a standby, systemd."""
+"""Probes of real worker processes: an unavailable database, a blocked event loop, SIGTERM, a standby, systemd."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ from tests.kit.proxy import Proxy, proxy_to
 
 ROOT = Path(__file__).parents[2]
 
-# The application of the worker. The limits are shorter, so that the tests are; the handler tells by files how far a run
-# is.
+# The application of the worker, with shorter limits to make the tests faster. The handler reports progress as files.
 SHOP = """
 import asyncio, os, time
 from pathlib import Path
@@ -72,15 +71,15 @@ class Worker:
         self._client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=httpx.Timeout(5.0))
 
     async def status(self, page: str, timeout: float = 5.0) -> int | None:
-        """The status of a page; ``None`` without an answer in time."""
+        """The status of a page; ``None`` without a timely response."""
         try:
             return (await self._client.get(page, timeout=timeout)).status_code
         except httpx.TransportError:
             return None
 
     async def health(self) -> dict[str, Any]:
-        told: dict[str, Any] = (await self._client.get("/health")).json()
-        return told
+        notices: dict[str, Any] = (await self._client.get("/health")).json()
+        return notices
 
     async def until(self, page: str, status: int | None, timeout: float = 30.0) -> None:
         async def holds() -> bool:
@@ -117,7 +116,7 @@ class Place:
 
     @asynccontextmanager
     async def worker(self, **environ: str) -> AsyncIterator[Worker]:
-        """A worker whose health pages answer. The worker does not outlive the block."""
+        """A worker with responding health pages, which does not outlive the block."""
         port = free_port()
         process = await self._started("worker", "shop:outbox", "--health-port", str(port), **environ)
         worker = Worker(process, port)
@@ -154,7 +153,7 @@ async def local(tmp_path: Path) -> AsyncIterator[tuple[Place, Outbox]]:
 
 @pytest.mark.above_statements
 @pytest.mark.parametrize("how", ["refuses", "is silent"])
-async def test_a_database_that_is_down_ends_readiness_and_not_life_until_it_is_back(
+async def test_an_unavailable_database_ends_readiness_but_not_liveness(
     server_url: str, tmp_path: Path, how: str
 ) -> None:
     async with migrated(server_url) as shop, proxy_to(server_url) as proxy:
@@ -177,18 +176,18 @@ async def test_a_database_that_is_down_ends_readiness_and_not_life_until_it_is_b
 
 
 async def _silence(proxy: Proxy) -> None:
-    proxy.fall_silent()
+    proxy.stall()
 
 
 async def _back(proxy: Proxy, how: str) -> None:
     if how == "refuses":
         await proxy.start()
     else:
-        proxy.speak_again()
+        proxy.resume()
 
 
 class Lives:
-    """Asks a worker for life all the time."""
+    """Queries the liveness of a worker continuously."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
@@ -196,7 +195,7 @@ class Lives:
         self._task = asyncio.create_task(self._ask())
 
     async def end(self, at_least: int) -> list[int | None]:
-        """The answers, when there are so many."""
+        """The responses, once there are this many."""
         await eventually(lambda: len(self._found) >= at_least)
         self._task.cancel()
         await asyncio.wait({self._task})
@@ -208,7 +207,7 @@ class Lives:
             await asyncio.sleep(0.05)
 
 
-async def test_a_shard_of_two_that_is_down_at_the_start_keeps_no_worker_from_being_ready(
+async def test_an_unreachable_shard_at_startup_keeps_no_worker_from_readiness(
     local: tuple[Place, Outbox],
 ) -> None:
     place, _ = local
@@ -224,7 +223,7 @@ async def test_a_shard_of_two_that_is_down_at_the_start_keeps_no_worker_from_bei
     assert health["shards"]["down"]["reachable"] is False
 
 
-async def test_tables_that_are_missing_end_a_worker_with_the_remedy(tmp_path: Path) -> None:
+async def test_missing_tables_end_a_worker_with_a_fix(tmp_path: Path) -> None:
     place = Place(tmp_path, f"sqlite:///{tmp_path / 'empty.db'}")
 
     code, _, err = await place.outboxio("worker", "shop:outbox", "--health-port", "0")
@@ -236,7 +235,7 @@ async def test_tables_that_are_missing_end_a_worker_with_the_remedy(tmp_path: Pa
 # --- the event loop ----------------------------------------------------------------------------------
 
 
-async def test_a_worker_whose_event_loop_is_blocked_does_not_answer_until_the_block_ends(
+async def test_a_worker_with_a_blocked_loop_does_not_respond(
     local: tuple[Place, Outbox],
 ) -> None:
     place, shop = local
@@ -249,7 +248,7 @@ async def test_a_worker_whose_event_loop_is_blocked_does_not_answer_until_the_bl
         assert await worker.status("/live", timeout=2.0) is None
         code, _, err = await place.outboxio("health", "--port", str(worker.port), "--live", "--timeout", "1s")
         assert code == 3
-        assert "no answer within" in err
+        assert "no response within" in err
 
         place.path("block").unlink()
         await worker.until("/live", 200)
@@ -257,13 +256,13 @@ async def test_a_worker_whose_event_loop_is_blocked_does_not_answer_until_the_bl
         health = await worker.health()
 
     assert (health["status"], health["live"]) == ("degraded", True)
-    assert "the event loop stood still for" in health["reasons"][0]
+    assert "the event loop was blocked for" in health["reasons"][0]
 
 
-# --- several processes, and the end ----------------------------------------------------------------------
+# --- several processes, and shutdown ----------------------------------------------------------------------
 
 
-async def test_a_standby_is_as_healthy_as_the_holder_and_takes_over(local: tuple[Place, Outbox]) -> None:
+async def test_a_standby_is_healthy_and_takes_over(local: tuple[Place, Outbox]) -> None:
     place, shop = local
     async with place.worker() as holder:
         await holder.until("/ready", 200)
@@ -286,9 +285,7 @@ async def _holds(worker: Worker, number: int) -> bool:
 
 
 @pytest.mark.above_statements
-async def test_a_worker_that_leaves_is_not_ready_at_once_and_lives_until_its_last_handler_has_ended(
-    server_url: str, tmp_path: Path
-) -> None:
+async def test_a_leaving_worker_is_unready_and_stays_alive_until_done(server_url: str, tmp_path: Path) -> None:
     place = Place(tmp_path, server_url)
     async with migrated(server_url) as shop, place.worker() as worker:
         await worker.until("/ready", 200)
@@ -318,32 +315,32 @@ def _service_manager(path: Path) -> Any:
         yield receiver
 
 
-async def _told(manager: socket.socket, timeout: float = 20.0) -> str:
+async def _next_notification(manager: socket.socket, timeout: float = 20.0) -> str:
     async with asyncio.timeout(timeout):
         return (await asyncio.get_running_loop().sock_recv(manager, 1000)).decode()
 
 
 async def _silent(manager: socket.socket) -> None:
-    """Wait until nothing is told any more: what was sent before is taken first."""
+    """Wait until nothing is sent any more; earlier notifications are read first."""
     while True:
         try:
-            await _told(manager, timeout=1.0)
+            await _next_notification(manager, timeout=1.0)
         except TimeoutError:
             return
 
 
-async def test_systemd_hears_ready_feeds_no_watchdog_of_a_blocked_worker_and_hears_stopping(
+async def test_systemd_gets_ready_watchdog_and_stopping_notifications(
     local: tuple[Place, Outbox],
 ) -> None:
     place, shop = local
     with _service_manager(place.path("notify")) as manager:
         environ = {"NOTIFY_SOCKET": str(place.path("notify")), "WATCHDOG_USEC": "600000"}
         async with place.worker(**environ) as worker:
-            told = [await _told(manager)]
-            while told[-1] != "READY=1":
-                told.append(await _told(manager))
-            assert set(told[:-1]) <= {"WATCHDOG=1"}
-            assert await _told(manager) == "WATCHDOG=1"
+            notices = [await _next_notification(manager)]
+            while notices[-1] != "READY=1":
+                notices.append(await _next_notification(manager))
+            assert set(notices[:-1]) <= {"WATCHDOG=1"}
+            assert await _next_notification(manager) == "WATCHDOG=1"
 
             place.path("block").touch()
             await shop.execute(Order(1))
@@ -351,17 +348,19 @@ async def test_systemd_hears_ready_feeds_no_watchdog_of_a_blocked_worker_and_hea
             await _silent(manager)
 
             place.path("block").unlink()
-            assert await _told(manager) == "WATCHDOG=1"
+            assert await _next_notification(manager) == "WATCHDOG=1"
             worker.process.send_signal(signal.SIGTERM)
-            while (word := await _told(manager)) != "STOPPING=1":
-                assert word == "WATCHDOG=1"
+            while (state := await _next_notification(manager)) != "STOPPING=1":
+                assert state == "WATCHDOG=1"
             assert await worker.process.wait() == 0
 
 
 # --- the command ---------------------------------------------------------------------------------------
 
 
-async def test_the_command_asks_a_worker_without_importing_the_application(local: tuple[Place, Outbox]) -> None:
+async def test_the_health_command_queries_a_worker_without_importing_the_application(
+    local: tuple[Place, Outbox],
+) -> None:
     place, _ = local
     async with place.worker() as worker:
         await worker.until("/ready", 200)
@@ -373,10 +372,10 @@ async def test_the_command_asks_a_worker_without_importing_the_application(local
 
     assert [(code, out) for code, out, _ in answers] == [(0, "ok\n"), (0, "live\n"), (0, "ready\n")]
     assert (as_json[0], json.loads(as_json[1])["phase"]) == (0, "running")
-    assert (gone[0], "no worker answers on 127.0.0.1" in gone[2]) == (3, True)
+    assert (gone[0], "no worker responds on 127.0.0.1" in gone[2]) == (3, True)
 
 
-async def test_the_command_asks_a_database(local: tuple[Place, Outbox], tmp_path: Path) -> None:
+async def test_the_health_command_checks_a_database(local: tuple[Place, Outbox], tmp_path: Path) -> None:
     place, _ = local
     well = await place.outboxio("health", "shop:outbox", "--json")
     database = await place.outboxio("health", "--database", place.database, "--namespace", "shop")

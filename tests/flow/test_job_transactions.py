@@ -1,4 +1,4 @@
-"""Jobs on a server whose sessions end, and beside handlers that work in transactions."""
+"""Jobs on a server whose sessions end, and beside handlers in transactions."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from outboxio import EventEnvelope, Job, Outbox, RetryPolicy, Settings, Transact
 from tests.kit.app import MoneyDeposited, eventually, opened
 from tests.kit.inside import database_of
 from tests.kit.jobs import ran
-from tests.kit.server_acts import acts_on
+from tests.kit.server_actions import actions_on
 
 pytestmark = pytest.mark.above_statements
 
 
 @pytest.mark.parametrize("takes_tx", [False, True])
 async def test_ended_sessions_do_not_fail_a_job_that_succeeded(server_url: str, takes_tx: bool) -> None:
-    acts, runs = acts_on(server_url), list[int]()
+    acts, runs = actions_on(server_url), list[int]()
     settings = Settings(lock_heartbeat="1s")
     async with opened(Outbox(server_url, namespace="app", settings=settings)) as outbox:
 
@@ -48,11 +48,11 @@ async def test_ended_sessions_do_not_fail_a_job_that_succeeded(server_url: str, 
 
             await eventually(has_succeeded, timeout=60)
             (row,) = await outbox.admin.jobs()
-    # The effects of a transaction end with its session, so such a run has failed, and runs again.
+    # The effects of a transaction end with its session, so such a run has failed and is repeated.
     assert (runs, row.failed) == (([1, 2], 1) if takes_tx else ([1], 0))
 
 
-async def test_jobs_and_handlers_leave_each_other_transactions(server_url: str) -> None:
+async def test_jobs_and_handlers_do_not_exhaust_each_others_transactions(server_url: str) -> None:
     jobs_free, handlers_free, inside = asyncio.Event(), asyncio.Event(), Counter[str]()
     async with opened(Outbox(server_url, namespace="app")) as outbox:
         limit = database_of(outbox).handler_transactions

@@ -1,4 +1,4 @@
-"""Jobs of several processes, of which some are killed, frozen or asked to leave. No moment runs twice."""
+"""Jobs of several processes, some of which are killed, frozen or stopped. No scheduled time runs twice."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ async def next_holder(workers: list[Worker]) -> Worker:
     return ran()[0]
 
 
-async def test_no_moment_runs_twice_while_the_holders_are_killed_frozen_and_asked_to_leave(database_url: str) -> None:
+async def test_no_scheduled_time_runs_twice_while_holders_die_or_freeze(database_url: str) -> None:
     async with opened(Outbox(database_url, namespace="app")) as outbox:
         workers = list(await asyncio.gather(*(start(database_url) for _ in range(4))))
         try:
             (killed := await next_holder(workers)).kill()
             alive = [worker for worker in workers if worker is not killed]
             frozen = await next_holder(alive)
-            if not database_url.startswith("sqlite"):  # a lock file belongs to a frozen process until its end
+            if not database_url.startswith("sqlite"):  # a frozen process keeps its lock file until it ends
                 frozen.freeze()
                 alive.remove(frozen)
             leaver = await next_holder(alive)
@@ -49,20 +49,20 @@ async def test_no_moment_runs_twice_while_the_holders_are_killed_frozen_and_aske
             assert last not in (killed, leaver)
         finally:
             await asyncio.gather(*(worker.end() for worker in workers))
-        moments = [run["moment"] for worker in workers for run in worker.of("run")]
+        times = [run["scheduled"] for worker in workers for run in worker.of("run")]
         (row,) = await outbox.admin.jobs()
-    assert len(moments) == len(set(moments))
-    assert row.succeeded + row.failed <= len(moments) + 1
+    assert len(times) == len(set(times))
+    assert row.succeeded + row.failed <= len(times) + 1
 
 
-async def test_a_killed_run_is_run_again_if_the_retry_policy_allows_a_second_attempt(database_url: str) -> None:
+async def test_a_killed_run_is_repeated_if_the_retry_policy_allows(database_url: str) -> None:
     async with opened(Outbox(database_url, namespace="app")) as outbox:
         first = await start(database_url, hangs=True, attempts=2)
         (killed,) = await first.until("run", timeout=60)
         await first.end()
         second = await start(database_url, attempts=2)
         again = (await second.until("run", timeout=60))[0]
-        assert (again["moment"], again["attempt"]) == (killed["moment"], 2)
+        assert (again["scheduled"], again["attempt"]) == (killed["scheduled"], 2)
         await second.leave()
         await second.end()
         (row,) = await outbox.admin.jobs()

@@ -1,4 +1,4 @@
-"""Lock files beside an SQLite file: no file is created or opened through links, nor in a stranger's folder."""
+"""Lock files beside an SQLite file: none is created or opened through a link or in another user's folder."""
 
 from __future__ import annotations
 
@@ -45,26 +45,28 @@ async def works_again(outbox: Outbox) -> None:
     assert (await outbox.drain("20s")).succeeded == 1
 
 
-async def test_a_folder_that_is_a_link_is_refused_by_name(outbox: Outbox, folder: Path, tmp_path: Path) -> None:
+async def test_a_lock_directory_that_is_a_symbolic_link_is_rejected(
+    outbox: Outbox, folder: Path, tmp_path: Path
+) -> None:
     elsewhere = tmp_path / "elsewhere"
     os.mkdir(elsewhere)
     os.symlink(elsewhere, folder)
 
-    await refused(outbox, folder, "it is a link, or no folder")
+    await refused(outbox, folder, "it is a symbolic link or not a directory")
 
     assert os.listdir(elsewhere) == []
     os.unlink(folder)
     await works_again(outbox)
 
 
-async def test_a_lock_file_that_is_a_link_is_refused_and_nothing_is_made_where_it_leads(
+async def test_a_lock_file_that_is_a_symbolic_link_is_not_followed(
     outbox: Outbox, folder: Path, tmp_path: Path
 ) -> None:
     os.mkdir(folder)
     for target in (tmp_path / "new", tmp_path / "there"):
         (tmp_path / "there").write_text("precious")
         (folder / LOCK).symlink_to(target)
-        await refused(outbox, folder / LOCK, "it is a link; remove it")
+        await refused(outbox, folder / LOCK, "it is a symbolic link; remove it")
         (folder / LOCK).unlink()
 
     assert not (tmp_path / "new").exists()
@@ -72,7 +74,7 @@ async def test_a_lock_file_that_is_a_link_is_refused_and_nothing_is_made_where_i
     await works_again(outbox)
 
 
-async def test_a_pipe_in_place_of_a_lock_file_is_refused_at_once(outbox: Outbox, folder: Path) -> None:
+async def test_a_named_pipe_instead_of_a_lock_file_is_rejected_immediately(outbox: Outbox, folder: Path) -> None:
     os.mkdir(folder)
     os.mkfifo(folder / LOCK)
 
@@ -82,13 +84,13 @@ async def test_a_pipe_in_place_of_a_lock_file_is_refused_at_once(outbox: Outbox,
     await works_again(outbox)
 
 
-async def test_what_is_no_folder_is_refused_by_name(outbox: Outbox, folder: Path) -> None:
+async def test_a_file_instead_of_a_lock_directory_is_rejected(outbox: Outbox, folder: Path) -> None:
     os.mkfifo(folder)
 
-    await refused(outbox, folder, "no folder at all")
+    await refused(outbox, folder, "not a directory")
 
 
-async def test_a_folder_of_another_user_is_refused_by_name_unless_the_database_is_that_users(
+async def test_only_a_trusted_user_may_own_the_lock_directory(
     outbox: Outbox, folder: Path, database: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     os.mkdir(folder)
@@ -104,13 +106,13 @@ async def test_a_folder_of_another_user_is_refused_by_name_unless_the_database_i
     monkeypatch.setattr(os, "lstat", owned(os.lstat))
     monkeypatch.setattr(os, "stat", owned(os.stat))
 
-    await refused(outbox, folder, f"it belongs to the user 4242, neither to us nor to the owner of {database}")
+    await refused(outbox, folder, f"it belongs to user 4242, who is neither this user nor the owner of {database}")
 
     theirs[str(database)] = 4242
     await works_again(outbox)
 
 
-async def test_a_database_that_is_reached_through_a_link_has_its_locks_beside_the_file(
+async def test_symbolic_links_to_a_database_share_its_locks(
     outbox: Outbox, database: Path, folder: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "link.db").symlink_to(database)

@@ -1,4 +1,4 @@
-"""Keyed locks over processes: processes that die or freeze, sessions that are cut, PgBouncer."""
+"""Keyed locks across processes: killed or frozen processes, lost sessions, PgBouncer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ async def test_the_lock_of_a_killed_process_is_free(
 
 
 @pytest.mark.not_on("sqlite", why="the operating system keeps the lock of a frozen process")
-async def test_a_frozen_process_loses_its_lock_and_learns_of_the_loss(
+async def test_a_frozen_process_loses_its_lock_and_detects_the_loss(
     make_outbox: MakeOutbox, start_program: StartWorker, database_url: str
 ) -> None:
     outbox = await make_outbox()
@@ -36,13 +36,13 @@ async def test_a_frozen_process_loses_its_lock_and_learns_of_the_loss(
         await worker.until("lost", timeout=60)
 
 
-async def test_no_two_holders_that_were_not_told_of_a_loss_overlap_while_sessions_are_cut(server_url: str) -> None:
+async def test_holders_without_a_reported_loss_never_overlap(server_url: str) -> None:
     report = await contend(server_url, seconds=2)
     assert report["held"] > 0
     assert (report["overlaps_without_loss"], report["terms_that_went_back"]) == (0, 0)
 
 
-async def test_a_lock_through_pgbouncer_is_refused_and_taken_over_the_direct_url(postgres_url: str) -> None:
+async def test_a_lock_through_pgbouncer_uses_the_direct_url(postgres_url: str) -> None:
     with pgbouncer_to(postgres_url) as through:
         async with Outbox(through, namespace="app") as outbox:
             with pytest.raises(PooledConnection):

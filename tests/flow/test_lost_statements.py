@@ -1,6 +1,6 @@
-"""Connections that end in the middle of a statement, servers that die, and the terms of two lock holders.
+"""Connections that end during a statement, servers that die, and the terms of two lock holders.
 
-A statement is caught in its middle by a lock that an outside session holds. Connections that come and go are tested in
+A statement is held by a lock of another session. Connections that end between statements are tested in
 ``test_connections.py``.
 """
 
@@ -32,8 +32,8 @@ from tests.kit.app import Emit, Journal, Look, MoneyDeposited, WalletOpened, eve
 from tests.kit.private_servers import PrivateMysql, PrivatePostgres, private_server
 from tests.kit.probes import open_transaction, run_on
 from tests.kit.proxy import proxy_to
-from tests.kit.server_acts import ServerActs, acts_on
-from tests.kit.spies import nothing_is_handed_over
+from tests.kit.server_actions import ServerActions, actions_on
+from tests.kit.spies import disable_handoff
 
 pytestmark = pytest.mark.one_of_family
 
@@ -46,11 +46,11 @@ def rows(server_url: str) -> Look:
 
 
 @pytest.fixture
-def acts(server_url: str) -> ServerActs:
-    return acts_on(server_url)
+def acts(server_url: str) -> ServerActions:
+    return actions_on(server_url)
 
 
-# --- obstacles -----------------------------------------------------------------------------------
+# --- blocked statements --------------------------------------------------------------------------
 
 #: A session that writes into the table has to wait; a session that only reads does not.
 NO_WRITING = {
@@ -73,8 +73,8 @@ DISPATCH_LEASE = {"table": "eventlog.leases", "condition": "name = 'app/dispatch
 
 
 @asynccontextmanager
-async def obstacle(look: Look, kinds: dict[str, str], **where: str) -> AsyncIterator[None]:
-    """An obstacle for statements, as long as the block lasts."""
+async def blocked(look: Look, kinds: dict[str, str], **where: str) -> AsyncIterator[None]:
+    """Block statements for the duration of the ``with`` block."""
     statement = kinds[look.driver].format(**where)
     async with open_transaction(look) as (connection, end):
         await run_on(connection, statement)
@@ -84,10 +84,10 @@ async def obstacle(look: Look, kinds: dict[str, str], **where: str) -> AsyncIter
         await end()
 
 
-async def kill_in_the_middle(acts: ServerActs, words: str) -> None:
-    """Wait until a session is in the middle of such a statement, and end the session."""
-    await eventually(lambda: acts.held_up(words))
-    await acts.end(await acts.held_up(words))
+async def kill_in_the_middle(acts: ServerActions, words: str) -> None:
+    """Wait until a session is executing such a statement, and end the session."""
+    await eventually(lambda: acts.blocked_sessions(words))
+    await acts.end(await acts.blocked_sessions(words))
 
 
 async def all_handled(look: Look, number: int) -> bool:
@@ -97,14 +97,12 @@ async def all_handled(look: Look, number: int) -> bool:
 # --- killed in the middle ------------------------------------------------------------------------
 
 
-async def test_a_fan_out_that_is_killed_loses_nothing_and_doubles_nothing(
-    server_url: str, rows: Look, acts: ServerActs
-) -> None:
+async def test_a_killed_fan_out_loses_and_duplicates_nothing(server_url: str, rows: Look, acts: ServerActions) -> None:
     journal = Journal()
     async with opened(Outbox(server_url, namespace="app")) as outbox:
         outbox.handler(MoneyDeposited, name="first")(journal)
         async with outbox.running():
-            async with obstacle(rows, NO_WRITING, table="eventlog.event_notifications"):
+            async with blocked(rows, NO_WRITING, table="eventlog.event_notifications"):
                 await outbox.executor.execute(Emit((1, 2, 3)))
                 for _ in range(2):
                     await kill_in_the_middle(acts, FAN_OUT[rows.driver])
@@ -114,8 +112,8 @@ async def test_a_fan_out_that_is_killed_loses_nothing_and_doubles_nothing(
     assert sorted(journal.amounts) == [1, 2, 3, 4]
 
 
-async def test_a_look_for_due_rows_that_is_killed_loses_nothing_and_starts_nothing_twice(
-    server_url: str, rows: Look, acts: ServerActs
+async def test_a_killed_read_of_due_rows_loses_and_repeats_nothing(
+    server_url: str, rows: Look, acts: ServerActions
 ) -> None:
     journal = Journal()
     async with opened(Outbox(server_url, namespace="app")) as outbox:
@@ -124,8 +122,8 @@ async def test_a_look_for_due_rows_that_is_killed_loses_nothing_and_starts_nothi
         async with outbox.running():
             await journal.calls(1)
             await eventually(lambda: all_handled(rows, 1))
-            nothing_is_handed_over(outbox)
-            async with obstacle(rows, NO_READING, table="eventlog.event_notifications"):
+            disable_handoff(outbox)
+            async with blocked(rows, NO_READING, table="eventlog.event_notifications"):
                 await outbox.executor.execute(Emit((2, 3)))
                 for _ in range(2):
                     await kill_in_the_middle(acts, FIND[rows.driver])
@@ -135,8 +133,8 @@ async def test_a_look_for_due_rows_that_is_killed_loses_nothing_and_starts_nothi
 
 
 @pytest.mark.parametrize("outcome", ["success", "failure", "success-with-events"])
-async def test_a_settlement_that_is_killed_is_written_by_the_next_one(
-    server_url: str, rows: Look, acts: ServerActs, outcome: str
+async def test_a_killed_settlement_is_written_by_the_next_one(
+    server_url: str, rows: Look, acts: ServerActions, outcome: str
 ) -> None:
     journal, second = Journal(), Journal()
     async with opened(Outbox(server_url, namespace="app")) as outbox:
@@ -152,7 +150,7 @@ async def test_a_settlement_that_is_killed_is_written_by_the_next_one(
         outbox.handler(WalletOpened, name="second")(second)
         async with outbox.running():
             await eventually(lambda: holds_lease(rows))
-            async with obstacle(rows, ROWS, **DISPATCH_LEASE):
+            async with blocked(rows, ROWS, **DISPATCH_LEASE):
                 await outbox.executor.execute(Emit((1, 2, 3)))
                 for _ in range(2):
                     await kill_in_the_middle(acts, SETTLE[rows.driver])
@@ -165,13 +163,13 @@ async def holds_lease(look: Look) -> bool:
     return bool(await look.value("SELECT term FROM {leases} WHERE name = 'app/dispatch/first'"))
 
 
-async def test_an_announcement_that_is_killed_is_made_again(server_url: str, rows: Look, acts: ServerActs) -> None:
+async def test_a_killed_announcement_is_repeated(server_url: str, rows: Look, acts: ServerActions) -> None:
     journal = Journal()
     often = Settings(subscription_ttl="1s")  # so that every round announces
     async with opened(Outbox(server_url, namespace="app", settings=often)) as outbox:
         outbox.handler(MoneyDeposited, name="first")(journal)
         async with outbox.running():
-            async with obstacle(rows, ROWS, table="eventlog.subscriptions", condition="namespace = 'app'"):
+            async with blocked(rows, ROWS, table="eventlog.subscriptions", condition="namespace = 'app'"):
                 for _ in range(2):
                     await kill_in_the_middle(acts, ANNOUNCE)
                 before = await last_seen(rows)
@@ -182,16 +180,16 @@ async def test_an_announcement_that_is_killed_is_made_again(server_url: str, row
 
 
 async def last_seen(look: Look) -> datetime:
-    moment: datetime = await look.value("SELECT last_seen_date FROM {subscriptions}")
-    return moment
+    seen: datetime = await look.value("SELECT last_seen_date FROM {subscriptions}")
+    return seen
 
 
 async def was_seen_after(look: Look, before: datetime) -> bool:
     return await last_seen(look) > before
 
 
-async def test_an_acquisition_that_is_killed_is_tried_again_and_raises_the_term(
-    server_url: str, rows: Look, acts: ServerActs
+async def test_a_killed_lock_acquisition_is_repeated_with_a_higher_term(
+    server_url: str, rows: Look, acts: ServerActions
 ) -> None:
     journal = Journal()
     async with opened(Outbox(server_url, namespace="app")) as outbox:
@@ -201,8 +199,8 @@ async def test_an_acquisition_that_is_killed_is_tried_again_and_raises_the_term(
             await journal.calls(1)
             await eventually(lambda: all_handled(rows, 1))
             before = await term(rows)
-            async with obstacle(rows, ROWS, **DISPATCH_LEASE):
-                await acts.end([acts.own_sessions(outbox)["lock"]])
+            async with blocked(rows, ROWS, **DISPATCH_LEASE):
+                await acts.end([acts.outbox_sessions(outbox)["lock"]])
                 for _ in range(2):
                     await kill_in_the_middle(acts, ACQUIRE)
             await eventually(lambda: has_risen(rows, before))
@@ -220,12 +218,12 @@ async def has_risen(look: Look, before: int) -> bool:
     return await term(look) > before
 
 
-#: Bytes that only a heartbeat sends; in small letters, as the proxy searches.
+#: Bytes that only a heartbeat sends; in lower case, as the proxy searches.
 HEARTBEAT = {"asyncpg": b"select clock_timestamp()", "aiomysql": b"select utc_timestamp(6)"}
 
 
-async def test_a_heartbeat_whose_session_is_killed_before_the_answer_is_there_costs_nothing(
-    server_url: str, rows: Look, acts: ServerActs
+async def test_a_heartbeat_killed_before_its_response_costs_nothing(
+    server_url: str, rows: Look, acts: ServerActions
 ) -> None:
     journal = Journal()
     async with (
@@ -234,13 +232,13 @@ async def test_a_heartbeat_whose_session_is_killed_before_the_answer_is_there_co
         Outbox(proxy.url, namespace="app") as outbox,
     ):
         outbox.handler(MoneyDeposited, name="first")(journal)
-        proxy.fall_silent_after(HEARTBEAT[rows.driver])
+        proxy.stall_after(HEARTBEAT[rows.driver])
         async with outbox.running():
-            await eventually(lambda: not proxy.waits_for_last_words)
-            before = acts.own_sessions(outbox)["lock"]
+            await eventually(lambda: not proxy.waits_to_stall)
+            before = acts.outbox_sessions(outbox)["lock"]
             await producer.executor.execute(Emit((1,)))
             await acts.end([before])
-            await eventually(lambda: acts.own_sessions(outbox).get("lock", before) != before)
+            await eventually(lambda: acts.outbox_sessions(outbox).get("lock", before) != before)
             await producer.executor.execute(Emit((2,)))
             await journal.calls(2)
             await eventually(lambda: all_handled(rows, 2))
@@ -258,7 +256,7 @@ def directory_and_process(server: PrivatePostgres | PrivateMysql) -> tuple[Path,
 
 
 def is_used(directory: Path) -> bool:
-    """True if a process still is in this directory: servers run in their data directory."""
+    """True if a process is still in this directory: servers run in their data directory."""
     for process in Path("/proc").glob("[0-9]*/cwd"):
         with suppress(OSError):
             if process.readlink() == directory:
@@ -275,10 +273,10 @@ async def kill_and_restart(server: PrivatePostgres | PrivateMysql) -> None:
 
 
 @pytest.mark.real_time("keeps a load up while a server is killed")
-async def test_a_server_that_is_killed_under_load_loses_nothing_that_was_committed(server_url: str) -> None:
+async def test_a_server_killed_under_load_loses_nothing_that_was_committed(server_url: str) -> None:
     journal, committed, enough = Journal(), [], asyncio.Event()
     with private_server(like=server_url) as server:
-        rows, acts = Look(server.url), acts_on(server.url)
+        rows, acts = Look(server.url), actions_on(server.url)
         await write_to_disk_at_commit(rows)
         async with opened(Outbox(server.url, namespace="app")) as outbox:
             outbox.handler(MoneyDeposited, name="first")(journal)
@@ -302,14 +300,14 @@ async def test_a_server_that_is_killed_under_load_loses_nothing_that_was_committ
             await outbox.drain()
             events = await rows.fetch("SELECT model_id FROM {events} WHERE event_type IS NOT NULL")
             written = sorted(int(event["model_id"]) for event in events)
-            assert {*committed} <= {*written}, "a commit was confirmed, and is not there"
+            assert {*committed} <= {*written}, "a confirmed commit is missing"
             assert len(written) == len({*written}), "an action was executed twice"
             assert {*written} <= {*journal.amounts}, "an event was not handled"
             assert await all_handled(rows, len(written))
 
 
 async def write_to_disk_at_commit(look: Look) -> None:
-    """A duty of production servers, which a test server can skip."""
+    """A setting of production servers that a test server can skip."""
     if look.driver == "aiomysql":
         await look.fetch("SET GLOBAL innodb_flush_log_at_trx_commit = 2")
 
@@ -330,7 +328,7 @@ async def database(server_url: str) -> AsyncIterator[Database]:
 
 
 async def due(database: Database, number: int) -> tuple[Sequence[Notification], Lease]:
-    """So many due notifications in the order of their ids, and the lease to settle them under."""
+    """This many due notifications in the order of their ids, and the lease to settle them under."""
     now = utc_now()
     wanted = [Subscription(handler_name="first", event_type="Noted")]
     await database.subscriptions.announce("app", wanted, now)
@@ -382,20 +380,20 @@ def settle(database: Database, bucket: Bucket) -> asyncio.Task[int]:
 
 RAISE = f"UPDATE eventlog.leases SET term = term + 1 WHERE name = '{NAME.lease}'"
 of_every_kind = pytest.mark.parametrize("kind", ["success", "failure", "with-events"])
-#: Planners do otherwise with few rows than with many.
+#: Planners choose a different plan for few rows.
 of_every_size = pytest.mark.parametrize("number", [1, 2, 20])
 
 
 @of_every_kind
-async def test_a_settlement_waits_for_the_raise_of_its_term_and_is_refused_then(
-    database: Database, rows: Look, acts: ServerActs, kind: str
+async def test_a_settlement_waits_for_a_raised_term_and_is_refused(
+    database: Database, rows: Look, acts: ServerActions, kind: str
 ) -> None:
     found, lease = await due(database, 2)
     before = await rows.notifications()
     async with open_transaction(rows) as (successor, commit):
         await run_on(successor, RAISE)
         settling = settle(database, bucket_of(kind, found, lease))
-        await eventually(lambda: acts.held_up(SETTLE[rows.driver]))
+        await eventually(lambda: acts.blocked_sessions(SETTLE[rows.driver]))
         assert not settling.done()
         await commit()
         assert await settling == 0
@@ -405,14 +403,14 @@ async def test_a_settlement_waits_for_the_raise_of_its_term_and_is_refused_then(
 
 @of_every_kind
 @of_every_size
-async def test_a_settlement_waits_for_a_raise_that_is_taken_back_and_is_written_then(
-    database: Database, rows: Look, acts: ServerActs, kind: str, number: int
+async def test_a_settlement_waits_for_a_rolled_back_term_and_is_written(
+    database: Database, rows: Look, acts: ServerActions, kind: str, number: int
 ) -> None:
     found, lease = await due(database, number)
     async with open_transaction(rows) as (successor, _):
         await run_on(successor, RAISE)
         settling = settle(database, bucket_of(kind, found, lease))
-        await eventually(lambda: acts.held_up(SETTLE[rows.driver]))
+        await eventually(lambda: acts.blocked_sessions(SETTLE[rows.driver]))
         assert not settling.done()
         await run_on(successor, "ROLLBACK")
         assert await settling == number
@@ -421,7 +419,7 @@ async def test_a_settlement_waits_for_a_raise_that_is_taken_back_and_is_written_
 
 @of_every_kind
 @of_every_size
-async def test_a_settlement_does_not_wait_for_the_raise_of_another_handlers_term(
+async def test_a_settlement_does_not_wait_for_another_handlers_term(
     database: Database, rows: Look, kind: str, number: int
 ) -> None:
     found, lease = await due(database, number)
@@ -433,18 +431,18 @@ async def test_a_settlement_does_not_wait_for_the_raise_of_another_handlers_term
 
 
 @of_every_kind
-async def test_the_raise_of_a_term_waits_for_the_settlement_that_is_under_way(
-    database: Database, rows: Look, acts: ServerActs, kind: str
+async def test_raising_a_term_waits_for_the_settlement_in_progress(
+    database: Database, rows: Look, acts: ServerActions, kind: str
 ) -> None:
     found, lease = await due(database, 2)
     last = f"id = '{found[-1].id}'"
     async with AsyncExitStack() as stack:
         successor, commit = await stack.enter_async_context(open_transaction(rows))
-        async with obstacle(rows, ROWS, table="eventlog.event_notifications", condition=last):
+        async with blocked(rows, ROWS, table="eventlog.event_notifications", condition=last):
             settling = settle(database, bucket_of(kind, found, lease))
-            await eventually(lambda: acts.held_up(SETTLE[rows.driver]))
+            await eventually(lambda: acts.blocked_sessions(SETTLE[rows.driver]))
             raising = asyncio.create_task(run_on(successor, RAISE))
-            await eventually(lambda: acts.held_up("UPDATE eventlog.leases"))
+            await eventually(lambda: acts.blocked_sessions("UPDATE eventlog.leases"))
             assert not settling.done()
             assert not raising.done()
         assert await settling == 2, "the successor came first"
@@ -464,10 +462,10 @@ async def test_a_settlement_under_an_older_term_is_refused(database: Database, r
     assert len(await rows.events()) == 2
 
 
-async def test_of_a_bucket_whose_leases_are_partly_over_the_rest_is_written(
-    database: Database, rows: Look, acts: ServerActs
+async def test_outcomes_under_valid_leases_of_a_bucket_are_written(
+    database: Database, rows: Look, acts: ServerActions
 ) -> None:
-    """The statement had to wait for the raise of one lease, which is no reason to refuse the rest."""
+    """The statement had to wait for the raise of one lease, which is not a reason to refuse the others."""
     found, lease = await due(database, 4)
     await rows.fetch("UPDATE {event_notifications} SET handler_name = 'second' WHERE id = $1", rows.id(found[0].id))
     await rows.fetch("UPDATE {event_notifications} SET handler_name = 'second' WHERE id = $1", rows.id(found[2].id))
@@ -477,7 +475,7 @@ async def test_of_a_bucket_whose_leases_are_partly_over_the_rest_is_written(
     async with open_transaction(rows) as (successor, commit):
         await run_on(successor, RAISE)
         settling = settle(database, Bucket(State.SUCCEEDED, 1, outcomes))
-        await eventually(lambda: acts.held_up(SETTLE[rows.driver]))
+        await eventually(lambda: acts.blocked_sessions(SETTLE[rows.driver]))
         assert not settling.done()
         await commit()
         assert await settling == 2

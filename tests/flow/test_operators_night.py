@@ -1,6 +1,6 @@
 """An operator's night: an alert, the doctor, the dead letters, one of them, the retry, and the all-clear.
 
-The steps are commands, as an operator types them. A worker runs all the time, as it would.
+The steps are commands as an operator types them. A worker runs all the time.
 """
 
 from __future__ import annotations
@@ -62,31 +62,31 @@ class Shell:
             "OUTBOXIO_TARGET": "app:outbox", "COLUMNS": "160",
         }  # fmt: skip
 
-    async def __call__(self, *words: str, code: int = 0) -> str:
-        return await self.run("outboxio.cli", *words, code=code)
+    async def __call__(self, *arguments: str, code: int = 0) -> str:
+        return await self.run("outboxio.cli", *arguments, code=code)
 
-    async def run(self, program: str, *words: str, code: int = 0) -> str:
-        process = await self.start(program, *words)
+    async def run(self, program: str, *arguments: str, code: int = 0) -> str:
+        process = await self.start(program, *arguments)
         try:
             async with asyncio.timeout(60):
                 out, err = (each.decode() for each in await process.communicate())
         finally:
             if process.returncode is None:
                 process.kill()
-        assert process.returncode == code, f"{words}: exit {process.returncode}\n{out}\n{err}"
+        assert process.returncode == code, f"{arguments}: exit {process.returncode}\n{out}\n{err}"
         return out + err
 
-    async def start(self, program: str, *words: str) -> Forked:
-        return await fork(program, *words, folder=self.directory, environ=self.environ, with_stderr=True)
+    async def start(self, program: str, *arguments: str) -> Forked:
+        return await fork(program, *arguments, folder=self.directory, environ=self.environ, with_stderr=True)
 
-    async def json(self, *words: str, code: int = 0) -> Any:
-        told = await self(*words, "--json", code=code)
-        return json.loads(told)
+    async def json(self, *arguments: str, code: int = 0) -> Any:
+        output = await self(*arguments, "--json", code=code)
+        return json.loads(output)
 
-    async def until(self, *words: str, holds: Any) -> Any:
-        """The answer of a command once the condition holds."""
+    async def until(self, *arguments: str, holds: Any) -> Any:
+        """The output of a command once the condition holds."""
         end = time.monotonic() + 60
-        while not holds(answer := await self.json(*words)):
+        while not holds(answer := await self.json(*arguments)):
             assert time.monotonic() < end, answer
         return answer
 
@@ -112,7 +112,7 @@ async def worker(shell: Shell) -> AsyncIterator[None]:
 
 
 @pytest.mark.above_statements
-async def test_an_operator_finds_mends_and_checks_with_commands_alone(shell: Shell) -> None:
+async def test_an_operator_finds_fixes_and_checks_with_commands_alone(shell: Shell) -> None:
     async with worker(shell):
         await shell.run("app")
         await shell.until("status", holds=lambda answer: answer["total"]["DEAD"] == 20)
@@ -121,15 +121,15 @@ async def test_an_operator_finds_mends_and_checks_with_commands_alone(shell: She
         alert = await shell("status", "--fail-on", "new_dead", code=1)
         assert "receipt" in alert
 
-        # What is wrong, and what mends it?
+        # What is wrong, and how is it fixed?
         doctor = await shell.json("doctor", code=1)
         [finding] = [finding for finding in doctor["findings"] if finding["rule"] == "new_dead"]
         assert finding["handler"] == "receipt"
         assert "outboxio " in finding["fix"]
 
-        # Which errors? All 20 orders are one group, although each message has another number.
+        # Which errors? All 20 orders are one group, although each message contains a different number.
         [group] = (await shell.json("dead", "--since", "1h"))["groups"]
-        assert (group["number"], group["handler_name"]) == (20, "receipt")
+        assert (group["count"], group["handler_name"]) == (20, "receipt")
         assert group["fingerprint"].endswith("ConnectionError: mail:* refused order *")
 
         # One of them, with payload and traceback.
@@ -137,13 +137,13 @@ async def test_an_operator_finds_mends_and_checks_with_commands_alone(shell: She
         assert "refused order" in shown
         assert '"order"' in shown
 
-        # The mail server is back. How many would be retried? Nobody is asked without a terminal.
+        # The mail server is back. How many would be retried? Without a terminal, the command does not prompt.
         (shell.directory / "mail-server-is-up").touch()
-        order = ["retry", "--handler", "receipt", "--error", group["fingerprint"], "--reason", "mail is back"]
-        assert (await shell.json(*order, "--dry-run"))["matched"] == 20
-        assert "--yes" in await shell(*order, code=2)
+        retry = ["retry", "--handler", "receipt", "--error", group["fingerprint"], "--reason", "mail is back"]
+        assert (await shell.json(*retry, "--dry-run"))["matched"] == 20
+        assert "--yes" in await shell(*retry, code=2)
         assert (await shell.json("status"))["total"]["DEAD"] == 20, "nothing was changed"
-        assert (await shell.json(*order, "--yes"))["done"] == 20
+        assert (await shell.json(*retry, "--yes"))["done"] == 20
 
         # Watch it succeed. The record says who, what and why.
         await shell.until("status", holds=lambda answer: answer["total"]["SUCCEEDED"] == 20)

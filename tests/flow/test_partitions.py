@@ -1,4 +1,4 @@
-"""Handlers with partitions on several processes: who owns what, while processes come, go and die."""
+"""Handlers with partitions on several processes: who owns what while processes start, leave and die."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SLOTS = 4  # runs at once in a process
 SCORE = {"name": "score", "partitions": PARTITIONS, "sleep": 0.02, "concurrency": SLOTS}
 #: Sooner than the server ends a silent session (9 s), and than a process counts as dead without evidence (10 s).
 OWNED_AGAIN_WITHIN = 8.0
-LOCKS_LOST = "the session that holds the cluster locks has ended; starting nothing until they are back"
+LOCKS_LOST = "cluster lock session lost; dispatch paused until the locks are reacquired"
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def rows(server_url: str) -> Look:
 
 
 def owned(worker: Worker, handler: str = "score") -> set[int]:
-    """The partitions that a worker owns, by its own reports."""
+    """The partitions that a worker owns, according to its reports."""
     lock, found = f"app/dispatch/{handler}", set[int]()
     for report in worker.reports:
         name, _, number = report.get("lock", "").removeprefix(lock).partition("/")
@@ -57,7 +57,7 @@ def owned(worker: Worker, handler: str = "score") -> set[int]:
 
 
 async def until_shared(*workers: Worker, shares: Sequence[int], handler: str = "score") -> None:
-    """Wait until the partitions are divided into such shares, and no partition is left over."""
+    """Wait until the partitions are divided into these shares, and none is unowned."""
 
     def are_shared() -> bool:
         parts = [owned(worker, handler) for worker in workers]
@@ -76,7 +76,7 @@ async def a_pair(start_worker: StartWorker, url: str) -> tuple[Worker, Worker]:
 
 
 @pytest.mark.real_time("measures how long a take-over lasts")
-async def test_processes_that_come_and_go_share_a_handler_evenly_and_repeat_nothing(
+async def test_joining_and_leaving_processes_share_a_handler_evenly(
     server_url: str, producer: Outbox, rows: Look, start_worker: StartWorker
 ) -> None:
     first, second = await a_pair(start_worker, server_url)
@@ -99,7 +99,7 @@ async def test_processes_that_come_and_go_share_a_handler_evenly_and_repeat_noth
 
 
 @pytest.mark.real_time("measures how long a take-over lasts")
-async def test_partitions_of_a_killed_process_are_owned_at_once_and_only_its_rows_in_flight_repeat(
+async def test_partitions_of_a_killed_process_are_owned_at_once(
     server_url: str, producer: Outbox, rows: Look, start_worker: StartWorker
 ) -> None:
     survivor, victim = await a_pair(start_worker, server_url)
@@ -121,7 +121,7 @@ async def test_partitions_of_a_killed_process_are_owned_at_once_and_only_its_row
     assert len(survivor.amounts) == len(set(survivor.amounts))
 
 
-async def test_handlers_with_one_partition_are_spread_where_the_application_asks_for_it(
+async def test_balance_all_spreads_handlers_with_one_partition(
     server_url: str, producer: Outbox, start_worker: StartWorker
 ) -> None:
     names = [f"h{number}" for number in range(6)]
@@ -140,7 +140,7 @@ async def test_handlers_with_one_partition_are_spread_where_the_application_asks
 
 
 @pytest.mark.real_time("keeps a load up while processes come and go")
-async def test_a_key_keeps_its_order_while_the_number_of_partitions_changes_and_processes_come_and_go(
+async def test_a_key_keeps_its_order_while_partitions_and_processes_change(
     server_url: str, producer: Outbox, rows: Look, start_worker: StartWorker
 ) -> None:
     ledger = {"name": "ledger", "ordered": True, "partitions": 4, "sleep": 0.003}
@@ -163,14 +163,14 @@ async def test_a_key_keeps_its_order_while_the_number_of_partitions_changes_and_
     stop.set()
     number = await producing
     await eventually(lambda: are(rows, {"SUCCEEDED": number}), timeout=60)
-    assert await number_of_partitions(rows) == 8, "a process that starts has undone an order"
+    assert await number_of_partitions(rows) == 8, "a starting process has reset the partition count"
     await until_done(number, *workers)
     runs = runs_of(*workers)
     assert Counter(run.amount for run in runs) == Counter(range(number)), "a row was lost or repeated"
     assert broken_order(runs) == []
 
 
-async def test_the_limit_for_the_whole_cluster_is_never_exceeded_and_used_up(
+async def test_the_cluster_limit_is_reached_and_never_exceeded(
     server_url: str, producer: Outbox, rows: Look, start_worker: StartWorker
 ) -> None:
     bank = {"name": "bank", "partitions": 4, "total_concurrency": 5, "sleep": 0.03}
@@ -186,7 +186,7 @@ async def test_the_limit_for_the_whole_cluster_is_never_exceeded_and_used_up(
     await eventually(lambda: are(rows, {"SUCCEEDED": number}))
     await until_done(number, *workers)
     if any(worker.of("log", message=LOCKS_LOST) for worker in workers):
-        return  # runs of a process that stood still until its session was over come on top, and run again
+        return  # runs of a process that was blocked until its session ended are repeated
     runs = runs_of(*workers)
     assert Counter(run.amount for run in runs) == Counter(range(number))
     assert most_at_once(runs) == 5
@@ -200,7 +200,7 @@ async def emit_until_used_up(
     *,
     besides: Callable[[], bool] = lambda: True,
 ) -> int:
-    """Emit events until so many runs of these events go on at once, and ``besides`` holds; the number of all events.
+    """Emit events until this many of their runs are concurrent, and ``besides`` holds; return the number of all events.
 
     ``before``: the number of the events so far.
     """
@@ -222,12 +222,12 @@ async def emit_until_used_up(
 
 
 async def until_done(number: int, *workers: Worker) -> None:
-    """Wait until the workers have reported the ends of so many rows: the database may know of an end earlier."""
+    """Wait until the workers have reported the ends of this many rows: the database may have an end earlier."""
     await eventually(lambda: len({r["amount"] for worker in workers for r in worker.of("done")}) >= number)
 
 
 class Ran(NamedTuple):
-    """A run that came to its end."""
+    """A finished run."""
 
     begin: float
     end: float
@@ -236,7 +236,7 @@ class Ran(NamedTuple):
 
 
 def runs_of(*workers: Worker) -> list[Ran]:
-    """All runs that have ended, in the order of their begin; where no row runs twice in a process."""
+    """All finished runs, in the order of their starts; no row runs twice in a process."""
     found = []
     for worker in workers:
         ends = {report["amount"]: report["at"] for report in worker.of("done")}
@@ -246,7 +246,7 @@ def runs_of(*workers: Worker) -> list[Ran]:
 
 
 def broken_order(runs: Sequence[Ran]) -> list[tuple[Ran, Ran]]:
-    """The pairs of runs of a key that overlap, or that are in the wrong order."""
+    """The pairs of runs of a key that overlap or are in the wrong order."""
     keys = defaultdict[str, list[Ran]](list)
     for run in runs:
         keys[run.key].append(run)
@@ -255,7 +255,7 @@ def broken_order(runs: Sequence[Ran]) -> list[tuple[Ran, Ran]]:
 
 
 def most_at_once(runs: Sequence[Ran]) -> int:
-    """The largest number of runs at the same time, in all processes together."""
+    """The maximum number of concurrent runs in all processes together."""
     changes = sorted([(run.begin, 1) for run in runs] + [(run.end, -1) for run in runs])
     now = most = 0
     for _, change in changes:
@@ -265,7 +265,7 @@ def most_at_once(runs: Sequence[Ran]) -> int:
 
 
 def owned_again_at(*workers: Worker, after: float) -> float:
-    """When each partition that was taken after a moment had been taken for the first time."""
+    """When each partition that was taken after a time was first taken."""
     first = dict[str, float]()
     for report in sorted((r for worker in workers for r in worker.of("taken")), key=lambda report: report["at"]):
         if report["at"] > after:
@@ -291,7 +291,7 @@ async def number_of_partitions(rows: Look) -> int:
 
 
 async def deposits_of_keys(outbox: Outbox, keys: int, workers: Sequence[Worker], stop: asyncio.Event) -> int:
-    """Commit deposits of several keys in turn, ten at once, until told to stop; how many.
+    """Commit deposits of several keys in turn, ten at once, until ``stop`` is set; return how many.
 
     The workers may be slow: no deposit is made while 500 wait.
     """

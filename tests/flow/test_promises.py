@@ -1,7 +1,7 @@
-"""The promises of take-overs, rolling deploys, shutdowns and outages, repeated under load.
+"""Guarantees of takeovers, rolling deploys, shutdowns and outages, repeated under load.
 
-``OUTBOXIO_TEST_FULL_SIZE=1`` runs the tests as often, and as long, as the promises state; the figures are printed with
-``-s``. The suite runs them small.
+``OUTBOXIO_TEST_FULL_SIZE=1`` runs the tests as often and as long as documented; ``-s`` prints the figures. The suite
+runs them at a small size.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ StartWorker = Callable[..., Awaitable[Worker]]
 
 LOCKS = ("app/fanout", "app/dispatch/receipt")
 #: The tolerance of a busy machine for promises in seconds; the promised figures are printed. The suite runs on machines
-#: that stop a process for 3 s. That is sooner than leaving cuts a task short, 5 s, and than connecting fails, 10 s.
+#: that stop a process for 3 s. That is sooner than leaving cancels a task, 5 s, and than connecting fails, 10 s.
 LATE = 2.0 if FULL else 4.5
 
 
@@ -94,7 +94,7 @@ RECEIPT = {"name": "receipt", "sleep": 0.02}
 
 
 @pytest.mark.real_time("measures how long a take-over lasts")
-async def test_whenever_a_holder_is_killed_its_standby_takes_over(
+async def test_a_standby_takes_over_whenever_a_holder_is_killed(
     producer: Outbox, look: Look, start_worker: StartWorker
 ) -> None:
     workers, seconds = [await start_worker(look.url, RECEIPT)], list[float]()
@@ -116,14 +116,14 @@ async def test_whenever_a_holder_is_killed_its_standby_takes_over(
 
 
 @pytest.mark.real_time("measures how long a take-over lasts")
-async def test_a_holder_whose_host_falls_silent_is_replaced_within_twice_its_heartbeat(
+async def test_an_unresponsive_holder_is_replaced_within_two_heartbeats(
     server_url: str, start_worker: StartWorker
 ) -> None:
     heartbeat, look = size(5.0, 0.5), Look(server_url)
     async with AsyncExitStack() as ends:
 
         async def start() -> tuple[Worker, Proxy]:
-            """An instance whose host has a network of its own."""
+            """An instance on a host with its own network."""
             proxy = await ends.enter_async_context(proxy_to(server_url))
             return await start_worker(proxy.url, RECEIPT, lock_heartbeat=heartbeat), proxy
 
@@ -137,9 +137,9 @@ async def test_a_holder_whose_host_falls_silent_is_replaced_within_twice_its_hea
                 await standby.until_running()
                 await holder.until("call", 10)
                 silent_at = time.monotonic()
-                network.fall_silent()
+                network.stall()
                 seconds.append(await first_call(standby, timeout=60) - silent_at)
-                network.speak_again()
+                network.resume()
                 await holder.leave()
         await eventually(lambda: all_succeeded(look, load.number))
 
@@ -152,7 +152,7 @@ async def test_a_holder_whose_host_falls_silent_is_replaced_within_twice_its_hea
 
 
 async def first_call(standby: Worker, timeout: float = 20) -> float:
-    """The moment of its first handler call."""
+    """The time of its first handler call."""
     return float((await standby.until("call", timeout=timeout))[0]["at"])
 
 
@@ -160,13 +160,13 @@ async def first_call(standby: Worker, timeout: float = 20) -> float:
 
 
 def version(number: int) -> list[dict[str, Any]]:
-    """The handlers of a version: a handler with a new name in each version, and a handler of this version only."""
+    """The handlers of a version: one with a new name in each version, and one of this version only."""
     renamed = {"name": f"receipt-{number}", "aliases": [f"receipt-{number - 1}"], "sleep": 0.01}
-    own = {"name": f"own-{number}", "sleep": 0.1, "concurrency": 1}  # slower than events come: some are left
+    own = {"name": f"own-{number}", "sleep": 0.1, "concurrency": 1}  # slower than events arrive, so some are left
     return [renamed, own]
 
 
-async def test_rolling_deploys_lose_no_event_and_burn_no_attempt_of_a_name_that_is_gone(
+async def test_rolling_deploys_lose_no_event_and_waste_no_attempt(
     producer: Outbox, look: Look, start_worker: StartWorker
 ) -> None:
     deploys, workers = len(times(5, 1)), list[Worker]()
@@ -185,7 +185,7 @@ async def test_rolling_deploys_lose_no_event_and_burn_no_attempt_of_a_name_that_
             new = list[Worker]()
             for leaving in old:
                 new.append(await start(*version(number)))
-                since.setdefault(number, load.number + 1)  # the event before it may be under way
+                since.setdefault(number, load.number + 1)  # the previous event may be in progress
                 await leaving.leave()
             old = new
         await started_by_somebody(old, f"own-{deploys}")
@@ -194,7 +194,7 @@ async def test_rolling_deploys_lose_no_event_and_burn_no_attempt_of_a_name_that_
     left = [row for row in await look.notifications() if row["state"] != "SUCCEEDED"]
     assert {(row["state"], row["attempts"]) for row in left} == {("PENDING", 0)}
 
-    # A version that brings the names back finds all of their rows.
+    # A version that has the names again finds all of their rows.
     await start(*({"name": f"own-{number}"} for number in since))
     await eventually(lambda: nothing_is_left(look), timeout=60)
 
@@ -206,7 +206,7 @@ async def test_rolling_deploys_lose_no_event_and_burn_no_attempt_of_a_name_that_
     assert Counter(amount for name, amount in runs if name.startswith("receipt-")) == Counter(range(load.number))
     for number, first in since.items():
         assert {amount for name, amount in runs if name == f"own-{number}"} >= set(range(first, load.number))
-    assert len(runs) == len(set(runs)), "something ran twice, although everybody left in good order"
+    assert len(runs) == len(set(runs)), "something ran twice, although every process left cleanly"
     assert {row["attempts"] for row in await look.notifications()} == {1}
 
 
@@ -230,7 +230,7 @@ SHUTDOWN_TIMEOUT = 0.3
 
 
 @pytest.mark.real_time("measures how long a shutdown lasts")
-async def test_a_shutdown_under_load_repeats_nothing_that_finished_and_uses_up_no_attempt(
+async def test_a_shutdown_under_load_repeats_no_finished_run(
     producer: Outbox, look: Look, start_worker: StartWorker
 ) -> None:
     # The latter outlasts each shutdown, and ends in the last process only.
@@ -247,7 +247,7 @@ async def test_a_shutdown_under_load_repeats_nothing_that_finished_and_uses_up_n
     async with load_of(producer, 0.03) as load:
         leaving = await start()
         for _ in times(50, 2):
-            await leaving.until("call")  # it has the locks, which a process that starts could take
+            await leaving.until("call")  # it has the locks, which a starting process could acquire
             staying = await start()
             await leaving.until("call", random.randrange(1, 40))
             await leaving.until("call", handler="slow")
@@ -278,7 +278,7 @@ async def test_a_shutdown_under_load_repeats_nothing_that_finished_and_uses_up_n
 
 
 class Interruptible(NamedTuple):
-    """A database that can be down for a while."""
+    """A database that can be unavailable for a while."""
 
     url: str
     stop: Callable[[], Awaitable[Any]]
@@ -287,7 +287,7 @@ class Interruptible(NamedTuple):
 
 @asynccontextmanager
 async def interruptible(url: str) -> AsyncIterator[Interruptible]:
-    """In full size a server that is stopped, which takes its time; otherwise a server that cannot be reached."""
+    """In full size a server that is stopped, which takes some time; otherwise a server that cannot be reached."""
     if FULL:
         with private_server(like=url) as server:
             yield Interruptible(
@@ -299,7 +299,7 @@ async def interruptible(url: str) -> AsyncIterator[Interruptible]:
 
 
 @pytest.mark.real_time("shows that no run starts while the database is down")
-async def test_an_application_outlives_its_database(server_url: str, start_program: StartWorker) -> None:
+async def test_an_application_survives_an_outage_of_its_database(server_url: str, start_program: StartWorker) -> None:
     async with interruptible(server_url) as database:
         look = Look(database.url)
         async with opened(Outbox(database.url, namespace="app")):

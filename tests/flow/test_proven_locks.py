@@ -13,13 +13,13 @@ from outboxio.model.lock_name import LockName
 from outboxio.storage.mysql.connection import fetch
 from tests.kit.app import Emit, Look, MoneyDeposited, eventually, opened
 from tests.kit.inside import locks_of
-from tests.kit.server_acts import lock_session
+from tests.kit.server_actions import lock_session
 
 HEARTBEAT = 0.05
 
 
 @pytest.mark.real_time("the event loop is truly blocked")
-async def test_a_run_that_waited_behind_a_blocked_event_loop_starts_only_under_proven_locks(database_url: str) -> None:
+async def test_a_run_delayed_by_a_blocked_loop_needs_proven_locks(database_url: str) -> None:
     held: list[bool] = []
     async with opened(Outbox(database_url, namespace="app", settings=Settings(lock_heartbeat=HEARTBEAT))) as outbox:
 
@@ -34,20 +34,20 @@ async def test_a_run_that_waited_behind_a_blocked_event_loop_starts_only_under_p
     assert held == [True] * len(held)
 
 
-async def test_a_server_ends_a_silent_session_when_it_is_trusted_no_more_with_time_left_for_the_standby(
+async def test_a_server_ends_an_untrusted_idle_session_in_time(
     server_url: str,
 ) -> None:
     is_postgres = Look(server_url).dialect == "postgres"
-    ask = "SELECT setting::int / 1000 FROM pg_settings WHERE name = 'idle_session_timeout'"
+    query = "SELECT setting::int / 1000 FROM pg_settings WHERE name = 'idle_session_timeout'"
     settings = Settings(lock_heartbeat="5s")
     async with opened(Outbox(server_url, namespace="app", settings=settings)) as outbox, outbox.running():
         locks = locks_of(outbox)
-        await eventually(lambda: not locks.lacking)
+        await eventually(lambda: not locks.missing)
         trusted_for = locks._trusted_until - asyncio.get_running_loop().time()
 
         async def patience(connection: Any) -> int:
             if is_postgres:
-                return int(await connection.fetchval(ask))
+                return int(await connection.fetchval(query))
             [[seconds]] = await fetch(connection, "SELECT @@SESSION.wait_timeout")
             return int(seconds)
 

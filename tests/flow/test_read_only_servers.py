@@ -1,8 +1,8 @@
-"""A server that answers and refuses writes: a standby behind an address that has not moved yet.
+"""A server that responds but refuses writes: a standby behind an address that has not been switched yet.
 
-On PostgreSQL a setting of the database stands for the standby: its answers are the same. The setting applies to
-connections that are opened later, as if the address had led to a different server. MySQL and MariaDB have a switch for
-the whole server, which applies to all users but administrators.
+On PostgreSQL a setting of the database simulates the standby: its responses are the same. It applies to connections
+opened later, as if the address led to another server. MySQL and MariaDB have a switch for the whole server, which
+applies to all users except administrators.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import asyncpg
 import pytest
 
 from outboxio import DatabaseUnavailable, Outbox, Settings, Transaction
-from outboxio.storage.connections.loop_connection import MOST_FAILURES
+from outboxio.storage.connections.loop_connection import MAX_FAILURES
 from tests.kit.app import Emit, Journal, Look, MoneyDeposited, eventually, opened
 from tests.kit.inside import database_of, run_of
 from tests.kit.private_servers import private_server
 from tests.kit.probes import doing
-from tests.kit.server_acts import ServerActs, acts_on
+from tests.kit.server_actions import ServerActions, actions_on
 
 QUICK = {"fanout_poll_delay": "100ms", "handling_poll_delay": "100ms", "lock_heartbeat": "500ms"}
-DOES_NOT_WRITE = "a server that does not write at present"
+DOES_NOT_WRITE = "the server is read-only"
 
 Switch = Callable[[bool], Awaitable[None]]
 
@@ -37,13 +37,13 @@ def rows(postgres_url: str) -> Look:
 
 
 @pytest.fixture
-def acts(postgres_url: str) -> ServerActs:
-    return acts_on(postgres_url)
+def acts(postgres_url: str) -> ServerActions:
+    return actions_on(postgres_url)
 
 
 @pytest.fixture
 def be_read_only(postgres_url: str, rows: Look) -> Switch:
-    """Let new connections lead to a server that refuses writes, or no longer."""
+    """Let new connections reach a server that refuses writes, or stop doing so."""
     name = urlsplit(postgres_url).path[1:]
 
     async def be_read_only(on: bool) -> None:
@@ -61,22 +61,22 @@ def be_read_only(postgres_url: str, rows: Look) -> Switch:
 # --- PostgreSQL ------------------------------------------------------------------------------------
 
 
-async def test_actions_fail_in_words_and_keep_no_connection_to_such_a_server(
-    postgres_url: str, acts: ServerActs, be_read_only: Switch
+async def test_actions_fail_clearly_and_keep_no_connection_to_such_servers(
+    postgres_url: str, acts: ServerActions, be_read_only: Switch
 ) -> None:
     async with opened(Outbox(postgres_url, namespace="app", settings=Settings(notify=False))) as outbox:
         await be_read_only(True)
-        told = await asyncio.gather(*(outbox.executor.execute(Emit((1,))) for _ in range(5)), return_exceptions=True)
-        assert [type(error) for error in told] == [DatabaseUnavailable] * 5, told
-        assert DOES_NOT_WRITE in str(told[0])
-        assert isinstance(told[0].__cause__, asyncpg.ReadOnlySQLTransactionError)
+        results = await asyncio.gather(*(outbox.executor.execute(Emit((1,))) for _ in range(5)), return_exceptions=True)
+        assert [type(error) for error in results] == [DatabaseUnavailable] * 5, results
+        assert DOES_NOT_WRITE in str(results[0])
+        assert isinstance(results[0].__cause__, asyncpg.ReadOnlySQLTransactionError)
 
         await be_read_only(False)
 
         await asyncio.gather(*(outbox.executor.execute(Emit((1,))) for _ in range(5)))
 
 
-async def test_an_idle_connection_to_such_a_server_is_not_used_after_another_one_was_refused(
+async def test_an_idle_connection_is_not_used_after_another_was_refused(
     postgres_url: str, be_read_only: Switch
 ) -> None:
     settings = Settings(notify=False, record_empty_actions=False)
@@ -97,7 +97,7 @@ async def test_an_idle_connection_to_such_a_server_is_not_used_after_another_one
 
 
 @pytest.mark.parametrize("swallows", [True, False])
-async def test_such_a_connection_is_not_kept_whatever_an_action_makes_of_the_refusal(
+async def test_such_a_connection_is_closed_even_if_the_action_recovers(
     postgres_url: str, rows: Look, be_read_only: Switch, swallows: bool
 ) -> None:
     async with opened(Outbox(postgres_url, namespace="app", settings=Settings(notify=False))) as outbox:
@@ -119,10 +119,8 @@ async def test_such_a_connection_is_not_kept_whatever_an_action_makes_of_the_ref
         assert len(await rows.events()) == 1
 
 
-async def test_a_connection_that_is_lost_after_the_refusal_goes_back_to_its_pool(
-    postgres_url: str, be_read_only: Switch
-) -> None:
-    """A closed connection cannot tell the state of its server."""
+async def test_a_connection_lost_after_the_refusal_returns_to_its_pool(postgres_url: str, be_read_only: Switch) -> None:
+    """A closed connection cannot report the state of its server."""
     async with opened(Outbox(postgres_url, namespace="app", settings=Settings(notify=False))) as outbox:
 
         async def act(tx: Transaction) -> None:
@@ -137,10 +135,10 @@ async def test_a_connection_that_is_lost_after_the_refusal_goes_back_to_its_pool
         await be_read_only(False)
 
         database = database_of(outbox)
-        assert not database._ours.used
+        assert not database._action_pool.used
 
 
-async def test_operators_may_look_at_such_a_server(postgres_url: str, be_read_only: Switch) -> None:
+async def test_operators_may_read_from_such_a_server(postgres_url: str, be_read_only: Switch) -> None:
     async with opened(Outbox(postgres_url, namespace="app")) as outbox:
         await outbox.executor.execute(Emit((1,)))
     await be_read_only(True)
@@ -150,16 +148,14 @@ async def test_operators_may_look_at_such_a_server(postgres_url: str, be_read_on
         assert (await outbox.admin.counts())["undelivered"] == 1
         with pytest.raises(DatabaseUnavailable, match=DOES_NOT_WRITE):
             await outbox.admin.pause("first")
-        assert "default_transaction_read_only is on" in (await outbox.admin.orders_refused())["default"]
+        assert "default_transaction_read_only is on" in (await outbox.admin.operations_unavailable())["default"]
     await be_read_only(False)
 
 
-async def test_an_action_that_asks_for_a_transaction_that_only_reads_is_told_so_by_the_driver(
-    postgres_url: str, acts: ServerActs
-) -> None:
+async def test_a_read_only_transaction_gets_the_drivers_error(postgres_url: str, acts: ServerActions) -> None:
     async with opened(Outbox(postgres_url, namespace="app", settings=Settings(notify=False))) as outbox:
         await outbox.executor.execute(Emit((1,)))
-        before = acts.own_sessions(outbox)["pool"]
+        before = acts.outbox_sessions(outbox)["pool"]
 
         async def act(tx: Transaction) -> None:
             await tx.execute("SET TRANSACTION READ ONLY")
@@ -167,12 +163,12 @@ async def test_an_action_that_asks_for_a_transaction_that_only_reads_is_told_so_
 
         with pytest.raises(asyncpg.ReadOnlySQLTransactionError):
             await outbox.executor.execute(doing(act))
-        assert acts.own_sessions(outbox)["pool"] == before
+        assert acts.outbox_sessions(outbox)["pool"] == before
 
 
 @pytest.mark.parametrize("name", ["fanout", "find", "settle", "lock"])
-async def test_a_loop_that_was_connected_to_such_a_server_for_a_moment_goes_on_by_itself(
-    postgres_url: str, rows: Look, acts: ServerActs, be_read_only: Switch, name: str
+async def test_a_loop_recovers_from_a_short_connection_to_such_a_server(
+    postgres_url: str, rows: Look, acts: ServerActions, be_read_only: Switch, name: str
 ) -> None:
     journal = Journal()
     async with (
@@ -183,10 +179,10 @@ async def test_a_loop_that_was_connected_to_such_a_server_for_a_moment_goes_on_b
         async with outbox.running():
             await producer.executor.execute(Emit((1,)))
             await journal.calls(1)
-            await eventually(lambda: name in acts.own_sessions(outbox))
+            await eventually(lambda: name in acts.outbox_sessions(outbox))
             await be_read_only(True)
-            # Where a machine stops the process for long, the session with the locks has ended already.
-            await acts.end([session for own, session in acts.own_sessions(outbox).items() if own == name])
+            # If the machine stopped the process for long, the lock session has already ended.
+            await acts.end([session for own, session in acts.outbox_sessions(outbox).items() if own == name])
             # No row is read while the connection for outcomes is closed: a started run must be settled.
             loop = getattr(run_of(outbox).loops, {"fanout": "fanout", "lock": "locks"}.get(name, "find"))
             await eventually(lambda: DOES_NOT_WRITE in str(loop.last_error))
@@ -200,10 +196,10 @@ async def is_handled(outbox: Outbox, number: int) -> bool:
     return (await outbox.admin.counts()).get("SUCCEEDED") == number
 
 
-async def test_whoever_reaches_no_server_that_writes_leaves_the_locks_to_others(
-    postgres_url: str, rows: Look, acts: ServerActs
+async def test_a_process_without_a_writable_server_releases_its_locks(
+    postgres_url: str, rows: Look, acts: ServerActions
 ) -> None:
-    """The session with the locks is well, and leads to the right server: only new connections go astray."""
+    """The lock session is healthy, and is connected to the right server: only new connections are misdirected."""
     astray, name = Journal(), f"astray_{urlsplit(postgres_url).path[1:]}"
     parts = urlsplit(postgres_url)
     await rows.fetch(f'CREATE ROLE "{name}" LOGIN SUPERUSER')
@@ -221,11 +217,11 @@ async def test_whoever_reaches_no_server_that_writes_leaves_the_locks_to_others(
                 await astray.calls(1)
                 async with standby.running():
                     await rows.fetch(f'ALTER ROLE "{name}" SET default_transaction_read_only = on')
-                    await acts.end([acts.own_sessions(outbox)["fanout"]])
+                    await acts.end([acts.outbox_sessions(outbox)["fanout"]])
 
                     await standby.executor.execute(Emit((2,)))
                     await standing_by.calls(1)
-                    assert run_of(outbox).loops.fanout.errors >= MOST_FAILURES
+                    assert run_of(outbox).loops.fanout.errors >= MAX_FAILURES
                     await rows.fetch(f'ALTER ROLE "{name}" RESET default_transaction_read_only')
     finally:
         await rows.fetch(f'DROP ROLE "{name}"')
@@ -251,7 +247,7 @@ async def a_server_that_may_not_write(like: str) -> AsyncIterator[tuple[str, Loo
         await be_read_only(False)
 
 
-async def test_while_a_server_does_not_write_everything_says_so_and_afterwards_goes_on(mysql_url: str) -> None:
+async def test_operations_report_such_a_server_and_continue_afterwards(mysql_url: str) -> None:
     async with a_server_that_may_not_write(mysql_url) as (url, _, be_read_only):
         journal = Journal()
         async with opened(Outbox(url, namespace="app", settings=Settings(**QUICK))) as outbox:
@@ -266,18 +262,18 @@ async def test_while_a_server_does_not_write_everything_says_so_and_afterwards_g
                     await outbox.executor.execute(Emit((2,)))
                 with pytest.raises(DatabaseUnavailable, match=DOES_NOT_WRITE):
                     await outbox.admin.pause("first")
-                assert "read-only" in (await outbox.admin.orders_refused())["default"]
-                # The session with the locks was well. But a different process may reach a server that writes.
+                assert "read-only" in (await outbox.admin.operations_unavailable())["default"]
+                # The lock session was healthy, but another process may reach a writable server.
                 await eventually(lambda: not run_of(outbox).fans_out)
 
                 await be_read_only(False)
-                assert await outbox.admin.orders_refused() == {}
+                assert await outbox.admin.operations_unavailable() == {}
                 await outbox.executor.execute(Emit((3,)))
                 await journal.calls(2)
                 await eventually(lambda: is_handled(outbox, 2))
 
 
-async def test_an_action_whose_commit_such_a_server_refuses_is_known_to_be_undone(mysql_url: str) -> None:
+async def test_an_action_whose_commit_such_a_server_refuses_is_rolled_back(mysql_url: str) -> None:
     async with (
         a_server_that_may_not_write(mysql_url) as (url, rows, be_read_only),
         opened(Outbox(url, namespace="app")) as outbox,
@@ -294,7 +290,7 @@ async def test_an_action_whose_commit_such_a_server_refuses_is_known_to_be_undon
         assert await rows.events() == []
 
 
-async def test_a_session_that_an_action_told_to_read_only_writes_again_in_the_next_action(mysql_url: str) -> None:
+async def test_a_read_only_setting_does_not_affect_the_next_action(mysql_url: str) -> None:
     settings = Settings(notify=False, record_empty_actions=False)
     async with opened(Outbox(mysql_url, namespace="app", settings=settings)) as outbox:
         await outbox.executor.execute(doing(lambda tx: tx.execute("SET SESSION TRANSACTION READ ONLY")))

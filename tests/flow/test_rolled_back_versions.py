@@ -1,4 +1,4 @@
-"""A deployment is rolled back: what only the newer code can read waits for the newer code, and nothing is lost."""
+"""A deployment is rolled back: events that only the newer code can decode wait for it, and nothing is lost."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """A deployment replaces the processes of the previous version one by one, under load.
 
-The previous version is the code before partitions, out of the history of this repository. The tests are skipped without
-git, and in a checkout without the history: an unpacked archive, or a shallow clone. In a checkout with the whole
-history the commit must be there.
+The previous version is the code before partitions, from the history of this repository. The tests are skipped without
+git, and in a checkout without the history: an unpacked archive, or a shallow clone. In a full checkout the commit must
+exist.
 """
 
 from __future__ import annotations
@@ -60,21 +60,21 @@ def previous(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def before_operating(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the code of the version before the tables for operators."""
+    """A folder with the code of the version before the operator tables."""
     return folder_with(BEFORE_OPERATING, tmp_path_factory.mktemp("before_operating"))
 
 
 def code_of(commit: str, checkout: Path) -> bytes:
-    """The code of a commit as a tar file. Fails if the whole history is there and lacks the commit."""
+    """The code of a commit as a tar file. Fails if the full history is present and lacks the commit."""
     programs.need("git")
     if not (checkout / ".git").exists():
-        pytest.skip(f"{checkout} is no git checkout, so there is no code of commit {commit}")
+        pytest.skip(f"{checkout} is not a git checkout, so there is no code of commit {commit}")
     archive = git("archive", commit, "outboxio", "sql", checkout=checkout)
     if archive.returncode:
         said = archive.stderr.decode().strip()
         if git("rev-parse", "--is-shallow-repository", checkout=checkout).stdout.strip() == b"true":
             pytest.skip(f"this is a shallow clone, which lacks commit {commit} ({said}): run git fetch --unshallow")
-        pytest.fail(f"the whole history of {checkout} lacks commit {commit} ({said}): set PREVIOUS anew", pytrace=False)
+        pytest.fail(f"the whole history of {checkout} lacks commit {commit} ({said}): update PREVIOUS", pytrace=False)
     return archive.stdout
 
 
@@ -83,7 +83,7 @@ def git(*words: str, checkout: Path) -> subprocess.CompletedProcess[bytes]:
 
 
 class Fleet:
-    """The processes of a deployment, and all that the processes have reported."""
+    """The processes of a deployment, and everything they have reported."""
 
     def __init__(self, database: str, folder: Path) -> None:
         self._database = database
@@ -99,10 +99,10 @@ class Fleet:
     async def begin(
         self, name: str, code: Path, *, migrates: bool = False, stderr: int | None = None, **options: Any
     ) -> asyncio.subprocess.Process:
-        told = {"database": self._database, "name": name, "migrates": migrates, "options": options}
+        config = {"database": self._database, "name": name, "migrates": migrates, "options": options}
         with (self._folder / name).open("wb") as reports:
             self._running[name] = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "tests.flow.rolling_worker", json.dumps(told)),
+                *(sys.executable, "-m", "tests.flow.rolling_worker", json.dumps(config)),
                 cwd=code,  # which comes first on the path, so that the process imports this version
                 env={**os.environ, "PYTHONPATH": str(ROOT)},
                 stdout=reports,
@@ -111,14 +111,14 @@ class Fleet:
         return self._running[name]
 
     async def stop(self, name: str) -> None:
-        """End a process as a deployment does. It leaves in good order."""
+        """Stop a process as a deployment does. It leaves cleanly."""
         process = self._running.pop(name)
         process.send_signal(signal.SIGTERM)
         assert await asyncio.wait_for(process.wait(), 60) == 0
         assert self.of(name, "left")
 
     def forget(self, name: str) -> None:
-        """A process that has ended by itself."""
+        """A process that ended by itself."""
         del self._running[name]
 
     async def quiet(self) -> None:
@@ -151,7 +151,7 @@ async def fleet(server_url: str, tmp_path: Path) -> AsyncIterator[Fleet]:
 
 
 @pytest.mark.real_time("versions run side by side under load for seconds")
-async def test_a_rolling_deploy_under_load_loses_nothing_and_repeats_nothing(
+async def test_a_rolling_deploy_under_load_loses_and_repeats_nothing(
     server_url: str, fleet: Fleet, previous: Path
 ) -> None:
     look = Look(server_url)
@@ -187,7 +187,7 @@ async def test_a_rolling_deploy_under_load_loses_nothing_and_repeats_nothing(
     await assert_nothing_lost_or_repeated(fleet, look, altered)
 
 
-async def test_the_tables_for_operators_are_added_beside_processes_that_do_not_know_them(
+async def test_operator_tables_are_added_beside_processes_without_them(
     server_url: str, fleet: Fleet, before_operating: Path
 ) -> None:
     look = Look(server_url)
@@ -242,7 +242,7 @@ class Altered(NamedTuple):
 
 async def assert_nothing_lost_or_repeated(fleet: Fleet, look: Look, altered: Altered) -> None:
     """On MySQL and MariaDB, an ALTER TABLE of ``events`` may end a transaction of a fan-out as a deadlock. The fan-out
-    is tried again, and runs that began before its COMMIT are repeated (decision 42). Keys in order are not affected.
+    is tried again, and runs that began before its COMMIT are repeated (decision 16). Keys in order are not affected.
     """
     emitted = Counter((report["key"], report["number"]) for report in fleet.all("emitted"))
     in_time = look.driver != "asyncpg"
@@ -259,7 +259,7 @@ async def assert_nothing_lost_or_repeated(fleet: Fleet, look: Look, altered: Alt
     assert await look.states() == {"SUCCEEDED": len(HANDLERS) * len(emitted)}
 
 
-async def test_a_process_of_the_previous_version_does_not_start_beside_the_new_tables(
+async def test_the_previous_version_does_not_start_beside_the_new_tables(
     server_url: str, fleet: Fleet, previous: Path
 ) -> None:
     async with Outbox(server_url, namespace="app") as outbox:
@@ -276,7 +276,7 @@ async def assert_refused(process: asyncio.subprocess.Process) -> None:
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    """A git repository with two commits, of which the second has a file ``outboxio/new.py``."""
+    """A git repository with two commits, the second of which has a file ``outboxio/new.py``."""
     programs.need("git")
     checkout = tmp_path / "whole"
     for folder in ("outboxio", "sql"):
@@ -291,27 +291,27 @@ def repository(tmp_path: Path) -> Path:
     return checkout
 
 
-def test_a_whole_history_must_have_the_previous_version(repository: Path) -> None:
+def test_a_full_history_must_contain_the_previous_version(repository: Path) -> None:
     with tarfile.open(fileobj=BytesIO(code_of("HEAD~1", repository))) as tar:
         assert {"outboxio/old.py", "sql/old.py"} <= set(tar.getnames())
         assert "outboxio/new.py" not in tar.getnames()
-    with pytest.raises(pytest.fail.Exception, match=r"whole history .* lacks commit fabcab5 .*: set PREVIOUS anew"):
+    with pytest.raises(pytest.fail.Exception, match=r"whole history .* lacks commit fabcab5 .*: update PREVIOUS"):
         code_of("fabcab5", repository)
 
 
-def test_without_the_history_there_is_no_previous_version(repository: Path, tmp_path: Path) -> None:
+def test_without_the_history_the_previous_version_is_unavailable(repository: Path, tmp_path: Path) -> None:
     shallow, unpacked = tmp_path / "shallow", tmp_path / "unpacked"
     cloned = git("clone", "-q", "--depth", "1", repository.as_uri(), str(shallow), checkout=tmp_path)
     assert not cloned.returncode, cloned.stderr
     with pytest.raises(pytest.skip.Exception, match=r"shallow clone, which lacks commit fabcab5 .*--unshallow"):
         code_of("fabcab5", shallow)
     unpacked.mkdir()
-    with pytest.raises(pytest.skip.Exception, match="is no git checkout"):
+    with pytest.raises(pytest.skip.Exception, match="is not a git checkout"):
         code_of("fabcab5", unpacked)
 
 
 def assert_in_order(runs: list[dict[str, Any]]) -> None:
-    """The runs of a key are in order, and none begins before the end of the former run."""
+    """The runs of a key are in order, and none starts before the end of the previous one."""
     by_key = defaultdict[str, list[dict[str, Any]]](list)
     for run in sorted(runs, key=lambda run: run["began"]):
         by_key[run["key"]].append(run)

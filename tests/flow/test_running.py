@@ -1,4 +1,4 @@
-"""Entering and leaving ``running()``: the waits, the refusals, and a shard that is down."""
+"""Entering and leaving ``running()``: waits, refusals, and an unreachable shard."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from outboxio import (
 )
 from outboxio.storage import Shard
 from tests.kit.app import Emit, Journal, Look, MoneyDeposited, eventually, hang, opened
-from tests.kit.complaints import complaints
 from tests.kit.fragile import breakable, late
 from tests.kit.inside import cursors_of, dispatcher_of
 from tests.kit.leaks import Leaks
+from tests.kit.logged_problems import logged_problems
 from tests.kit.processes import ROOT
 from tests.kit.proxy import proxy_to
-from tests.kit.spies import nothing_is_handed_over, watch
+from tests.kit.spies import disable_handoff, watch
 
 pytestmark = pytest.mark.above_statements
 
@@ -45,13 +45,13 @@ POOL = 1
 PATIENCE = (
     ("runtime.shard_run", "_LONGEST_LEAVE"),
     ("dispatch.dispatcher", "LONGEST_GRACE"),
-    ("storage.postgres.connection", "FAREWELL_TIMEOUT"),
-    ("storage.postgres.database", "FAREWELL_TIMEOUT"),
+    ("storage.postgres.connection", "CLOSE_TIMEOUT"),
+    ("storage.postgres.database", "CLOSE_TIMEOUT"),
 )
 
 
 class Slow:
-    """A handler that runs until the test lets it go; a test can wait for its start."""
+    """A handler that runs until the test releases it; a test can wait for its start."""
 
     def __init__(self) -> None:
         self.started = Journal()
@@ -69,7 +69,7 @@ class Slow:
 # --- entering and leaving ------------------------------------------------------------------------
 
 
-async def test_it_may_be_left_from_another_task(make_outbox: MakeOutbox, leaks: Leaks) -> None:
+async def test_running_may_be_left_from_another_task(make_outbox: MakeOutbox, leaks: Leaks) -> None:
     outbox, journal = await make_outbox(), Journal()
     outbox.handler(MoneyDeposited, name="first")(journal)
     stay = outbox.running()
@@ -83,7 +83,7 @@ async def test_it_may_be_left_from_another_task(make_outbox: MakeOutbox, leaks: 
     await leaks.nothing_is_left(POOL)
 
 
-async def test_it_may_be_nested_and_ends_with_the_outermost_block(make_outbox: MakeOutbox) -> None:
+async def test_running_may_be_nested_and_ends_with_the_outermost_block(make_outbox: MakeOutbox) -> None:
     outbox, journal = await make_outbox(), Journal()
     outbox.handler(MoneyDeposited, name="first")(journal)
 
@@ -105,7 +105,7 @@ async def test_an_inner_block_cannot_add_a_role(make_outbox: MakeOutbox) -> None
                 pass
 
 
-async def test_it_may_be_entered_again(make_outbox: MakeOutbox, leaks: Leaks) -> None:
+async def test_running_may_be_entered_again(make_outbox: MakeOutbox, leaks: Leaks) -> None:
     outbox, journal = await make_outbox(), Journal()
     outbox.handler(MoneyDeposited, name="first")(journal)
     for number in range(1, 4):
@@ -132,7 +132,7 @@ async def test_entering_while_another_task_leaves_waits_for_it(
 
     async def second() -> None:
         async with outbox.running():
-            assert slow.ended == [1], "it entered while the other had not left"
+            assert slow.ended == [1], "entered before the other task had left"
             await outbox.executor.execute(Emit((2,)))
             await journal.calls(2)
 
@@ -142,10 +142,10 @@ async def test_entering_while_another_task_leaves_waits_for_it(
         group.create_task(second())
         asyncio.get_running_loop().call_later(0.05, slow.let_go.set)
     await leaks.nothing_is_left(POOL)
-    assert complaints(caplog) == []
+    assert logged_problems(caplog) == []
 
 
-async def test_entering_while_a_drain_is_under_way_waits_for_it(make_outbox: MakeOutbox, leaks: Leaks) -> None:
+async def test_entering_during_a_drain_waits_for_it(make_outbox: MakeOutbox, leaks: Leaks) -> None:
     outbox, slow = await make_outbox(), Slow()
     outbox.handler(MoneyDeposited, name="slow")(slow)
     await outbox.executor.execute(Emit((1,)))
@@ -160,7 +160,7 @@ async def test_entering_while_a_drain_is_under_way_waits_for_it(make_outbox: Mak
     await leaks.nothing_is_left(POOL)
 
 
-async def test_a_task_that_waits_for_another_to_enter_hears_of_its_failure(database_url: str) -> None:
+async def test_a_task_waiting_for_another_to_enter_gets_its_failure(database_url: str) -> None:
     async with Outbox(database_url, namespace="app") as outbox:
 
         async def stay() -> None:
@@ -171,7 +171,7 @@ async def test_a_task_that_waits_for_another_to_enter_hears_of_its_failure(datab
         assert [type(result) for result in results] == [SchemaMissing, SchemaMissing]
 
 
-async def test_exceptions_of_the_body_pass_through_as_they_are(make_outbox: MakeOutbox) -> None:
+async def test_exceptions_of_the_body_pass_through_unchanged(make_outbox: MakeOutbox) -> None:
     outbox = await make_outbox()
     error = KeyError("mine")
     with pytest.raises(KeyError) as caught:
@@ -180,7 +180,7 @@ async def test_exceptions_of_the_body_pass_through_as_they_are(make_outbox: Make
     assert caught.value is error
 
 
-async def test_an_immediate_leave_is_clean(
+async def test_leaving_immediately_is_clean(
     make_outbox: MakeOutbox, leaks: Leaks, caplog: pytest.LogCaptureFixture
 ) -> None:
     outbox = await make_outbox()
@@ -190,7 +190,7 @@ async def test_an_immediate_leave_is_clean(
             for _ in range(turns):
                 await asyncio.sleep(0)
         await leaks.nothing_is_left()
-    assert complaints(caplog) == []
+    assert logged_problems(caplog) == []
 
 
 async def test_closing_ends_running_first(database_url: str, leaks: Leaks) -> None:
@@ -212,7 +212,7 @@ async def test_closing_ends_running_first(database_url: str, leaks: Leaks) -> No
 # --- the waits of leaving ------------------------------------------------------------------------
 
 
-async def test_leaving_waits_for_running_handlers_and_starts_nothing_more(
+async def test_leaving_waits_for_handlers_and_starts_nothing_more(
     make_outbox: MakeOutbox, look: Look, leaks: Leaks
 ) -> None:
     outbox, slow = await make_outbox(), Slow()
@@ -229,18 +229,18 @@ async def test_leaving_waits_for_running_handlers_and_starts_nothing_more(
     await leaks.nothing_is_left(POOL)
 
 
-async def test_what_a_read_under_way_finds_when_leaving_has_begun_is_not_started(
+async def test_rows_found_while_leaving_are_not_started(
     make_outbox: MakeOutbox, look: Look, caplog: pytest.LogCaptureFixture
 ) -> None:
     outbox, slow = await make_outbox(), Slow()
     outbox.handler(MoneyDeposited, name="slow")(slow)
-    has_read, goes_on, leaving = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    has_read, may_continue, leaving = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     async def read_and_wait(find_due: Callable[..., Awaitable[list[Any]]], *args: Any) -> list[Any]:
         rows = await find_due(*args)
         if rows:
             has_read.set()
-            await goes_on.wait()
+            await may_continue.wait()
         return rows
 
     async def stay() -> None:
@@ -251,23 +251,23 @@ async def test_what_a_read_under_way_finds_when_leaving_has_begun_is_not_started
     await outbox.executor.execute(Emit((1,)))
     await slow.started.calls(1)
     watch(outbox, "notifications").trouble["find_due"] = read_and_wait
-    nothing_is_handed_over(outbox)
+    disable_handoff(outbox)
     dispatcher = dispatcher_of(outbox)
     await outbox.executor.execute(Emit((2,)))
     await has_read.wait()
     leaving.set()
     await eventually(lambda: dispatcher._state.is_stopping)
-    goes_on.set()
+    may_continue.set()
     await eventually(lambda: not dispatcher._state.finding.locked())
     slow.let_go.set()
     await staying
 
     assert slow.ended == slow.started.amounts == [1]
     assert await look.states() == {"SUCCEEDED": 1, "PENDING": 1}
-    assert complaints(caplog) == []
+    assert logged_problems(caplog) == []
 
 
-async def test_a_handler_that_sees_stopping_can_end_by_itself(make_outbox: MakeOutbox, look: Look) -> None:
+async def test_a_handler_that_sees_stopping_can_end_early(make_outbox: MakeOutbox, look: Look) -> None:
     outbox, started = await make_outbox(), Journal()
 
     @outbox.handler(MoneyDeposited, name="polite")
@@ -282,7 +282,7 @@ async def test_a_handler_that_sees_stopping_can_end_by_itself(make_outbox: MakeO
 
 
 @pytest.mark.real_time("measures how long leaving takes")
-async def test_handlers_over_shutdown_timeout_are_cancelled_and_reported_and_use_up_no_attempt(
+async def test_handlers_past_shutdown_timeout_are_cancelled_without_an_attempt(
     make_outbox: MakeOutbox, look: Look, leaks: Leaks, caplog: pytest.LogCaptureFixture
 ) -> None:
     outbox, slow = await make_outbox(settings=Settings(shutdown_timeout="200ms")), Slow()
@@ -308,7 +308,7 @@ async def test_handlers_over_shutdown_timeout_are_cancelled_and_reported_and_use
 
 
 @pytest.mark.real_time("measures how long leaving takes")
-async def test_outcomes_that_cannot_be_written_are_named_by_an_error_in_time(
+async def test_unwritable_outcomes_are_reported_in_time(
     database_url: str, tmp_path: Path, look: Look, leaks: Leaks
 ) -> None:
     slow = Slow()
@@ -330,7 +330,7 @@ async def test_outcomes_that_cannot_be_written_are_named_by_an_error_in_time(
         ids = {envelope.notification_id for envelope in slow.started.envelopes}
         assert set(caught.value.notification_ids) == ids
         assert all(str(notification_id) in str(caught.value) for notification_id in ids)
-        await database.is_mended()
+        await database.recovers()
 
         async with outbox.running():
             await slow.started.calls(4)  # at least once
@@ -342,7 +342,7 @@ async def test_outcomes_that_cannot_be_written_are_named_by_an_error_in_time(
 # --- roles ---------------------------------------------------------------------------------------
 
 
-async def test_each_role_can_be_left_to_other_instances(make_outbox: MakeOutbox, look: Look) -> None:
+async def test_each_role_can_be_disabled_for_an_instance(make_outbox: MakeOutbox, look: Look) -> None:
     outbox, journal = await make_outbox(), Journal()
     outbox.handler(MoneyDeposited, name="first")(journal)
     await outbox.executor.execute(Emit((1,)))
@@ -358,7 +358,7 @@ async def test_each_role_can_be_left_to_other_instances(make_outbox: MakeOutbox,
     assert await look.states() == {"SUCCEEDED": 1}
 
 
-async def test_handling_enabled_false_is_handling_false(make_outbox: MakeOutbox, look: Look) -> None:
+async def test_handling_enabled_false_equals_handling_false(make_outbox: MakeOutbox, look: Look) -> None:
     outbox, journal = await make_outbox(settings=Settings(handling_enabled=False)), Journal()
     outbox.handler(MoneyDeposited, name="first")(journal)
     async with outbox.running():
@@ -371,7 +371,7 @@ async def test_handling_enabled_false_is_handling_false(make_outbox: MakeOutbox,
 # --- shards --------------------------------------------------------------------------------------
 
 
-async def test_each_shard_s_events_are_handled_with_that_shard(database_url: str, second_url: str) -> None:
+async def test_each_shards_events_are_handled_on_that_shard(database_url: str, second_url: str) -> None:
     journal = Journal()
     async with opened(Outbox({"one": database_url, "two": second_url}, namespace="app")) as outbox:
         outbox.handler(MoneyDeposited, name="first")(journal)
@@ -383,7 +383,7 @@ async def test_each_shard_s_events_are_handled_with_that_shard(database_url: str
     assert await Look(second_url).states() == {"SUCCEEDED": 1}
 
 
-async def test_two_shards_that_are_one_database_are_refused(database_url: str, leaks: Leaks) -> None:
+async def test_two_shards_of_the_same_database_are_refused(database_url: str, leaks: Leaks) -> None:
     async with opened(Outbox(database_url, namespace="app")):
         pass
     async with Outbox({"one": database_url, "two": database_url}, namespace="app") as outbox:
@@ -396,7 +396,7 @@ async def test_two_shards_that_are_one_database_are_refused(database_url: str, l
     await leaks.nothing_is_left()
 
 
-async def test_a_shard_that_is_down_at_the_start_delays_no_other_and_resumes_by_itself(
+async def test_an_unreachable_shard_at_startup_delays_no_other(
     database_url: str, second_url: str, tmp_path: Path, leaks: Leaks
 ) -> None:
     journal = Journal()
@@ -424,7 +424,7 @@ async def test_a_shard_that_is_down_at_the_start_delays_no_other_and_resumes_by_
 
 
 @pytest.mark.real_time("measures how long leaving takes")
-async def test_a_shard_that_never_came_does_not_delay_leaving(
+async def test_a_shard_that_was_never_reached_does_not_delay_leaving(
     database_url: str, second_url: str, tmp_path: Path, leaks: Leaks
 ) -> None:
     async with (
@@ -438,14 +438,14 @@ async def test_a_shard_that_never_came_does_not_delay_leaving(
     await leaks.nothing_is_left()
 
 
-async def test_no_shard_in_reach_is_an_error(database_url: str, tmp_path: Path) -> None:
+async def test_no_reachable_shard_is_an_error(database_url: str, tmp_path: Path) -> None:
     async with late(database_url, tmp_path) as database, Outbox(database.source, namespace="app") as outbox:
         with pytest.raises(DatabaseUnavailable, match="'default'"):
             async with outbox.running():
                 pass
 
 
-async def test_a_database_that_breaks_before_the_start_is_unavailable(database_url: str, leaks: Leaks) -> None:
+async def test_a_database_that_fails_before_the_start_is_unavailable(database_url: str, leaks: Leaks) -> None:
     async with breakable(database_url) as database, Outbox(database.source, namespace="app") as outbox:
         await outbox.migrate()
         outbox.handler(MoneyDeposited, name="first")(Journal())
@@ -456,9 +456,7 @@ async def test_a_database_that_breaks_before_the_start_is_unavailable(database_u
     await leaks.nothing_is_left()
 
 
-async def test_a_shard_that_breaks_before_the_start_is_probed_until_it_works(
-    database_url: str, second_url: str, leaks: Leaks
-) -> None:
+async def test_a_shard_that_fails_before_the_start_is_probed(database_url: str, second_url: str, leaks: Leaks) -> None:
     journal = Journal()
     async with (
         breakable(second_url) as database,
@@ -470,15 +468,15 @@ async def test_a_shard_that_breaks_before_the_start_is_probed_until_it_works(
         async with outbox.running():
             await outbox.executor.execute(Emit((1,)), shard="here")
             await journal.calls(1)
-            await database.is_mended()
+            await database.recovers()
             await outbox.executor.execute(Emit((2,)), shard="breaks")
             await journal.calls(2)
     assert [envelope.shard for envelope in journal.envelopes] == ["here", "breaks"]
     await leaks.nothing_is_left()
 
 
-@pytest.mark.real_time("a handler tidies up for longer than another shard takes to give up")
-async def test_a_shard_that_breaks_keeps_no_other_from_ending_its_handlers(
+@pytest.mark.real_time("a handler tidies up for longer than another shard takes to fail")
+async def test_a_failing_shard_does_not_interrupt_handlers_of_others(
     database_url: str, second_url: str, leaks: Leaks
 ) -> None:
     started, let_go = Journal(), asyncio.Event()
@@ -495,7 +493,7 @@ async def test_a_shard_that_breaks_keeps_no_other_from_ending_its_handlers(
             try:
                 await hang()
             except asyncio.CancelledError:
-                await asyncio.sleep(1.5)  # the handler tidies up, longer than the second shard takes to give up
+                await asyncio.sleep(1.5)  # the handler tidies up, longer than the second shard takes to fail
 
         with pytest.raises(ShutdownError) as caught:  # noqa: PT012  # it is raised by the end of the block
             async with outbox.running():
@@ -505,8 +503,8 @@ async def test_a_shard_that_breaks_keeps_no_other_from_ending_its_handlers(
                 await database.breaks()
                 let_go.set()
         assert {e.notification_id for e in started.envelopes if e.shard == "breaks"} == {*caught.value.notification_ids}
-        assert await Look(database_url).states() == {"SUCCEEDED": 1}, "the broken shard cut the other one short"
-        await database.is_mended()
+        assert await Look(database_url).states() == {"SUCCEEDED": 1}, "the failure of one shard interrupted the other"
+        await database.recovers()
         await outbox.close()
     await leaks.nothing_is_left()
 
@@ -555,7 +553,7 @@ AFTER_FORGETTING = f"""
 @pytest.mark.parametrize(
     "body", [FORGETFUL, TWICE, AFTER_FORGETTING], ids=["forgets-to-close", "runs-twice", "runs-after-forgetting"]
 )
-async def test_a_process_that_never_closes_ends_by_itself_and_without_a_fuss(database_url: str, body: str) -> None:
+async def test_a_process_that_never_closes_exits_cleanly(database_url: str, body: str) -> None:
     done = await asyncio.to_thread(_run_script, database_url, body)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
@@ -580,12 +578,12 @@ def _run_script(url: str, body: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(autouse=True)
 def impatient_sqlite(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A writer waits for a shorter time than usual, so that these tests are quick."""
+    """A writer waits for a shorter time than usual, so that these tests are fast."""
     monkeypatch.setattr("outboxio.storage.sqlite.connection.BUSY_TIMEOUT", 0.3)
 
 
 @pytest.mark.real_time("measures how long leaving takes")
-async def test_a_network_that_swallows_everything_delays_leaving_for_a_bounded_time(
+async def test_a_silent_network_delays_leaving_for_a_bounded_time(
     postgres_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module, name in PATIENCE:
@@ -600,14 +598,14 @@ async def test_a_network_that_swallows_everything_delays_leaving_for_a_bounded_t
             async with outbox.running():
                 await outbox.executor.execute(Emit((1,)))
                 await slow.started.calls(1)
-                proxy.fall_silent()
+                proxy.stall()
                 slow.let_go.set()
                 left_at = time.monotonic()
         # shutdown_timeout, then so long at most for outcomes, for locks, for statements under way, for connections.
-        # The rest is for a loaded machine.
+        # The margin is for a loaded machine.
         assert time.monotonic() - left_at < 0.5 + 4 * 0.5 + 6.0
         assert caught.value.notification_ids == (slow.started.envelopes[0].notification_id,)
-        proxy.speak_again()
+        proxy.resume()
         await outbox.close()
 
 

@@ -1,4 +1,4 @@
-"""``examples/saga``: two services, an order in each, and money that must be right whatever happens."""
+"""``examples/saga``: two services with an order in each, and balances that stay right whatever fails."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from examples.saga import __main__ as story
+from examples.saga import __main__ as demo
 from tests.kit.app import Look
 from tests.kit.sources import ROOT
 
@@ -43,23 +43,21 @@ STEPS = (
 )
 
 
-async def test_the_story_ends_with_the_right_money_in_each_account(
+async def test_every_account_has_the_right_balance_at_the_end(
     database_url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = "" if Look(database_url).dialect == "sqlite" else database_url
 
-    assert await story.main(given) == 0
+    assert await demo.main(given) == 0
 
     said = capsys.readouterr().out
     assert "accounts    ada 70.00, bob 100.00, cyd 100.00" in said
-    assert "Each order is paid and confirmed, or cancelled without cost." in said
+    assert "Each order is paid and confirmed, or cancelled at no cost." in said
 
 
 @pytest.mark.above_statements
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-async def test_a_crash_at_any_step_leaves_each_order_confirmed_and_paid_or_cancelled_and_refunded(
-    database_url: str, tmp_path: Path
-) -> None:
+async def test_a_crash_at_any_step_leaves_each_order_consistent(database_url: str, tmp_path: Path) -> None:
     payments = f"sqlite:///{tmp_path / 'payments.db'}" if Look(database_url).dialect == "sqlite" else database_url
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "tests.kit.saga_crashes", database_url, payments, str(tmp_path),
@@ -70,12 +68,12 @@ async def test_a_crash_at_any_step_leaves_each_order_confirmed_and_paid_or_cance
     assert process.returncode == 0, err.decode()
     found = json.loads(out)
 
-    died = {moment for moments in found["moments"].values() for moment in moments}
+    died = {step for steps in found["steps"].values() for step in steps}
     assert {f"{when} {step}" for step in STEPS for when in ("before", "after")} - died == set()
-    assert {moment.partition(" ")[0] for moment in died} == {"before", "after", "fan-out", "settling"}
+    assert {step.partition(" ")[0] for step in died} == {"before", "after", "fan-out", "settling"}
 
     state = {order: state for order, state, *_ in found["books"]}
-    assert len(state) >= len(died)  # an order for each death, but the first: its transaction did not commit
+    assert len(state) >= len(died)  # an order for each death except the first, whose transaction did not commit
     assert set(state.values()) == {"confirmed", "cancelled"}
     for order, state_of_order, cents, moves, ledger in found["books"]:
         paid = state_of_order == "confirmed"

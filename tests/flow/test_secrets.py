@@ -1,4 +1,4 @@
-"""No command, error or log line shows a password, on every database: right or wrong, there or not."""
+"""No command, error or log record shows a password, on every database, reachable or not."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from outboxio import ConfigurationError, DatabaseUnavailable, Outbox, Settings, 
 from outboxio.cli.app import app
 from tests.kit import mysql
 from tests.kit.app import Emit, Journal, MoneyDeposited, eventually
-from tests.kit.server_acts import acts_on, with_password
+from tests.kit.server_actions import actions_on, with_password
 
 ROOT = Path(__file__).parents[2]
 SECRET = "s3cret"
@@ -48,14 +48,14 @@ def raises_literally(): raise RuntimeError("cannot open postgresql://ada:{SECRET
 
 
 def commands() -> set[str]:
-    """Every command that there is."""
+    """Every available command."""
     return set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]  # typer types it as a plain command
 
 
 ROWS = ("--database", "URL", "--namespace", "shop")
 UNKNOWN = "01900000-0000-7000-8000-000000000000"
 
-#: How each command is told which database is meant; the URL takes the place of ``URL``.
+#: How the database is passed to each command; the URL replaces ``URL``.
 CALLS: dict[str, list[tuple[str, ...]]] = {
     **{
         name: [ROWS]
@@ -119,19 +119,19 @@ class Shell:
 def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shell]:
     log, is_set_up = logging.getLogger("outboxio"), logging.getLogger().handlers
     level = log.level
-    assert is_set_up  # or a command would set up logging for good
+    assert is_set_up  # otherwise a command would configure logging permanently
     yield Shell(tmp_path, monkeypatch)
     log.setLevel(level)
 
 
-def test_every_command_is_tried() -> None:
+def test_every_command_is_covered() -> None:
     ask_no_database = {"alembic-revision", "describe", "completion"}
-    serves = {"dashboard"}  # until a signal comes: tested below
+    serves = {"dashboard"}  # runs until a signal; tested below
     assert set(CALLS) == commands() - ask_no_database - serves
 
 
 @pytest.mark.above_statements
-async def test_no_command_shows_the_password_of_a_database_that_is_there(shell: Shell, server_url: str) -> None:
+async def test_no_command_shows_the_password_of_a_reachable_database(shell: Shell, server_url: str) -> None:
     async with with_password(server_url, SECRET) as url:
         for command, arguments in [(command, call) for command, calls in CALLS.items() for call in calls]:
             # In a thread, because a command starts an event loop; signals belong to the main thread.
@@ -143,7 +143,7 @@ async def test_no_command_shows_the_password_of_a_database_that_is_there(shell: 
 
 @pytest.mark.parametrize("command", sorted(CALLS))
 @pytest.mark.parametrize("scheme", ["postgresql", "mysql"])
-def test_no_command_shows_the_password_of_a_database_that_is_not_there(shell: Shell, command: str, scheme: str) -> None:
+def test_no_command_shows_the_password_of_an_unreachable_database(shell: Shell, command: str, scheme: str) -> None:
     url = f"{scheme}://ada:{SECRET}@127.0.0.1:1/app"
     for arguments, verbose in itertools.product(CALLS[command], [(), ("--verbose",)]):
         code, written = shell(command, *arguments, *verbose, database=url)
@@ -153,7 +153,7 @@ def test_no_command_shows_the_password_of_a_database_that_is_not_there(shell: Sh
         assert SECRET not in written, (arguments, verbose)
 
 
-async def test_the_dashboard_shows_no_password_of_a_database_that_is_not_there(tmp_path: Path) -> None:
+async def test_the_dashboard_hides_the_password_of_an_unreachable_database(tmp_path: Path) -> None:
     url = f"postgresql://ada:{SECRET}@127.0.0.1:1/app"
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("OUTBOXIO_")}
     process = await asyncio.create_subprocess_exec(
@@ -166,16 +166,16 @@ async def test_the_dashboard_shows_no_password_of_a_database_that_is_not_there(t
     assert process.stdout is not None
     try:
         async with asyncio.timeout(60):
-            told = (await process.stdout.readline()).decode()
-        async with AsyncClient(base_url=told.split()[-1], timeout=60) as client:
+            line = (await process.stdout.readline()).decode()
+        async with AsyncClient(base_url=line.split()[-1], timeout=60) as client:
             answers = [await client.get(path) for path in ("/", "/dead", "/shards", "/shards?format=json")]
     finally:
         process.terminate()
-        rest = (await process.stdout.read()).decode()
+        output = (await process.stdout.read()).decode()
         await process.wait()
 
     assert "127.0.0.1:1/app" in answers[0].text
-    assert SECRET not in told + rest + "".join(answer.text for answer in answers)
+    assert SECRET not in line + output + "".join(answer.text for answer in answers)
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ async def test_the_dashboard_shows_no_password_of_a_database_that_is_not_there(t
     ],
     ids=" ".join,
 )
-def test_what_is_typed_wrongly_is_refused_without_the_password_in_it(shell: Shell, arguments: tuple[str, ...]) -> None:
+def test_mistyped_urls_are_refused_without_their_password(shell: Shell, arguments: tuple[str, ...]) -> None:
     code, written = shell(*arguments)
 
     assert code in (2, 3), written
@@ -221,7 +221,7 @@ def test_what_is_typed_wrongly_is_refused_without_the_password_in_it(shell: Shel
 @pytest.mark.parametrize(
     "password", ["1/{}", "1?{}", "1#{}", "1?{}=2", "{}/1", "{}#1", "{}?1", "1@2/{}", "{}[", "{} 1", "1:{}"]
 )
-async def test_a_password_that_should_have_been_escaped_is_in_no_refusal(scheme: str, password: str) -> None:
+async def test_an_unescaped_password_is_in_no_error(scheme: str, password: str) -> None:
     url = f"{scheme}://ada:{password.format(SECRET)}@127.0.0.1:1/app"
     with pytest.raises((ConfigurationError, DatabaseUnavailable)) as caught:
         async with Outbox(url, namespace="app") as outbox:
@@ -230,7 +230,7 @@ async def test_a_password_that_should_have_been_escaped_is_in_no_refusal(scheme:
     assert SECRET not in str(caught.value)
 
 
-def test_what_holds_a_url_does_not_show_its_password(caplog: pytest.LogCaptureFixture) -> None:
+def test_objects_that_hold_a_url_hide_its_password(caplog: pytest.LogCaptureFixture) -> None:
     url = f"postgresql://ada:{SECRET}@host/app"
     outbox = Outbox({"one": Shard(url, direct_url=url)}, namespace="app")
 
@@ -244,8 +244,8 @@ def test_what_holds_a_url_does_not_show_its_password(caplog: pytest.LogCaptureFi
 
 
 async def refused_by(outbox: Outbox) -> str:
-    """The whole readable text of the refusal, whichever call comes first."""
-    told = ""
+    """The whole readable text of the error, whichever call comes first."""
+    text = ""
 
     async def run() -> None:
         async with outbox.running():
@@ -254,8 +254,8 @@ async def refused_by(outbox: Outbox) -> str:
     for way in (outbox.check, outbox.migrate, run, outbox.drain, outbox.admin.counts, outbox.admin.list):
         with pytest.raises(DatabaseUnavailable) as caught:
             await way()  # type: ignore[operator]
-        told += "".join(traceback.format_exception(caught.value))
-    return told
+        text += "".join(traceback.format_exception(caught.value))
+    return text
 
 
 async def test_a_wrong_password_is_shown_nowhere(mysql_url: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -267,15 +267,15 @@ async def test_a_wrong_password_is_shown_nowhere(mysql_url: str, caplog: pytest.
                 netloc=f"teller:{SECRET}@{urlsplit(mysql_url).netloc.rpartition('@')[2]}"
             )
             async with Outbox(wrong.geturl(), namespace="app") as outbox:
-                told = await refused_by(outbox)
+                text = await refused_by(outbox)
         finally:
             await mysql.fetch(connection, "DROP USER teller")
 
-    assert "teller" in told
-    assert SECRET not in told + caplog.text
+    assert "teller" in text
+    assert SECRET not in text + caplog.text
 
 
-async def test_losing_the_database_while_it_runs_logs_no_password(
+async def test_losing_the_database_while_running_logs_no_password(
     server_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
@@ -284,10 +284,10 @@ async def test_losing_the_database_while_it_runs_logs_no_password(
         journal = Journal()
         outbox.handler(MoneyDeposited, name="first")(journal)
         async with outbox.running():
-            acts = acts_on(server_url)
+            acts = actions_on(server_url)
 
             async def is_noticed() -> bool:
-                await acts.end(list(acts.own_sessions(outbox).values()))
+                await acts.end(list(acts.outbox_sessions(outbox).values()))
                 return any(record.levelno >= logging.WARNING for record in caplog.records)
 
             await eventually(is_noticed)
@@ -298,7 +298,7 @@ async def test_losing_the_database_while_it_runs_logs_no_password(
 
 
 async def committed(outbox: Outbox) -> bool:
-    """True if an event could be committed; the first tries find the connections that were cut."""
+    """True if an event could be committed; the first attempts find the connections that were cut."""
     try:
         await outbox.executor.execute(Emit((1,)))
     except Exception:

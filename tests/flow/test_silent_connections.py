@@ -1,7 +1,7 @@
-"""Connections that are open and dead: statements are sent, and never answered.
+"""Connections that are open but dead: statements are sent and never answered.
 
-The proxy stands for a host that has lost its power, or for a balancer that has forgotten a connection. But the proxy
-acknowledges every packet, as a proxy between the application and its server would, so no operating system detects it.
+The proxy simulates a host without power, or a load balancer that has dropped a connection. It acknowledges every
+packet, as a proxy between the application and its server would, so no operating system detects it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.kit.inside import database_of
 from tests.kit.private_servers import pgbouncer_to
 from tests.kit.probes import doing, open_transaction, run_on
 from tests.kit.proxy import Proxy, proxy_to
-from tests.kit.server_acts import acts_on
+from tests.kit.server_actions import actions_on
 
 pytestmark = pytest.mark.one_of_family
 
@@ -43,9 +43,10 @@ def rows(server_url: str) -> Look:
 
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All waits of the watch are shorter; MySQL says how long a session is idle in whole seconds."""
+    """All waits of the watch are shorter; MySQL reports idle times in whole seconds."""
     for name, seconds in (
-        ("LOOK", 0.05), ("PATIENCE", 1.0), ("SUSPECT_PATIENCE", 0.8), ("ASKED_AGAIN", 0.2), ("IDLE_FOR", 0.9),
+        ("CHECK_INTERVAL", 0.05), ("PATIENCE", 1.0), ("SUSPECT_PATIENCE", 0.8), ("RECHECK_INTERVAL", 0.2),
+        ("IDLE_FOR", 0.9),
     ):  # fmt: skip
         monkeypatch.setattr(watch_module, name, seconds)
 
@@ -60,22 +61,21 @@ async def behind(proxy: Proxy, server_url: str, settings: Settings = ALONE) -> A
 
 
 async def sleep(tx: Transaction, seconds: float) -> None:
-    """A statement of the application's that takes long."""
+    """A long statement of the application."""
     driver = "aiomysql" if hasattr(tx.connection, "cursor") and not hasattr(tx.connection, "fetchval") else "asyncpg"
     await tx.fetchval(SLEEP[driver].format(seconds))
 
 
 async def work_until(tx: Transaction, holds: Callable[[], bool]) -> None:
-    """Send statements that take long until the condition holds.
-
-    A process that does not get the processor during a statement asks no question about it.
+    """Send long statements until the condition holds. A process without CPU time during a statement sends no query
+    about it.
     """
     while not holds():
         await sleep(tx, 2)
 
 
 def at_once(outbox: Outbox, number: int) -> Any:
-    """So many concurrent actions."""
+    """This many concurrent actions."""
     return asyncio.gather(
         *(outbox.executor.execute(doing(lambda tx: sleep(tx, 0.05))) for _ in range(number)), return_exceptions=True
     )
@@ -85,45 +85,43 @@ def at_once(outbox: Outbox, number: int) -> Any:
 
 
 @pytest.mark.real_time("a statement sleeps in the server")
-async def test_actions_fail_in_seconds_on_connections_that_fell_silent_and_the_next_ones_work(
-    server_url: str, rows: Look
-) -> None:
+async def test_actions_on_silent_connections_fail_within_seconds(server_url: str, rows: Look) -> None:
     """With all limits at their defaults, in a process that only executes actions."""
     async with proxy_to(server_url) as proxy, behind(proxy, server_url) as outbox:
         assert await at_once(outbox, 3) == [None] * 3
-        proxy.fall_silent(ALL_LINKS)
+        proxy.stall(ALL_LINKS)
 
         async with asyncio.timeout(BOUND):
-            told = await at_once(outbox, 2)
-        assert [type(error) for error in told] == [DatabaseUnavailable] * 2, told
-        assert "no answer for" in str(told[0])
-        assert isinstance(told[0].__cause__, Exception)
+            results = await at_once(outbox, 2)
+        assert [type(error) for error in results] == [DatabaseUnavailable] * 2, results
+        assert "no response for" in str(results[0])
+        assert isinstance(results[0].__cause__, Exception)
 
-        # The third was idle meanwhile. An action that got it would fail as well.
+        # The third connection was idle. An action on it would fail as well.
         assert await at_once(outbox, 3) == [None] * 3
         assert len(await rows.events()) == 6
 
 
 @pytest.mark.usefixtures("hurried")
-async def test_an_action_in_the_middle_of_which_the_way_falls_silent_fails(server_url: str, rows: Look) -> None:
+async def test_an_action_fails_if_its_connection_becomes_silent(server_url: str, rows: Look) -> None:
     async with proxy_to(server_url) as proxy, behind(proxy, server_url) as outbox:
 
         async def act(tx: Transaction) -> None:
             await sleep(tx, 0)
-            proxy.fall_silent(ALL_LINKS)
+            proxy.stall(ALL_LINKS)
             await sleep(tx, 0)
 
-        with pytest.raises(DatabaseUnavailable, match="no answer for"):
+        with pytest.raises(DatabaseUnavailable, match="no response for"):
             async with asyncio.timeout(BOUND):
                 await outbox.executor.execute(doing(act))
         assert await rows.events() == []
 
 
 @pytest.mark.usefixtures("hurried")
-async def test_a_commit_into_silence_leaves_the_outcome_unknown(server_url: str, rows: Look) -> None:
+async def test_a_commit_on_a_silent_connection_has_an_unknown_outcome(server_url: str, rows: Look) -> None:
     async with proxy_to(server_url) as proxy, behind(proxy, server_url) as outbox:
         await outbox.executor.execute(Emit((1,)))
-        proxy.fall_silent_after(b"commit")
+        proxy.stall_after(b"commit")
         with pytest.raises(CommitUnknown):
             async with asyncio.timeout(BOUND):
                 await outbox.executor.execute(Emit((2,)))
@@ -132,7 +130,7 @@ async def test_a_commit_into_silence_leaves_the_outcome_unknown(server_url: str,
 
 
 @pytest.mark.usefixtures("hurried")
-async def test_sql_on_the_driver_s_own_connection_is_watched_as_well(server_url: str) -> None:
+async def test_sql_on_the_raw_connection_is_watched_as_well(server_url: str) -> None:
     async with proxy_to(server_url) as proxy, behind(proxy, server_url) as outbox:
 
         async def act(tx: Transaction) -> None:
@@ -144,100 +142,98 @@ async def test_sql_on_the_driver_s_own_connection_is_watched_as_well(server_url:
                     async with connection.cursor() as cursor:
                         await cursor.execute(statement)
                         await cursor.fetchall()
-                proxy.fall_silent(ALL_LINKS)
+                proxy.stall(ALL_LINKS)
 
-        with pytest.raises(DatabaseUnavailable, match="no answer for"):
+        with pytest.raises(DatabaseUnavailable, match="no response for"):
             async with asyncio.timeout(BOUND):
                 await outbox.executor.execute(doing(act))
 
 
 @pytest.mark.usefixtures("hurried")
-async def test_a_server_that_answers_nobody_is_found_out_as_well(server_url: str) -> None:
+async def test_a_server_that_answers_nobody_is_detected(server_url: str) -> None:
     settings = Settings(notify=False, connect_timeout="500ms")
     async with proxy_to(server_url) as proxy, behind(proxy, server_url, settings) as outbox:
         await outbox.executor.execute(Emit((1,)))
-        proxy.fall_silent()
+        proxy.stall()
 
-        with pytest.raises(DatabaseUnavailable, match="new connections answered"):
+        with pytest.raises(DatabaseUnavailable, match="new connections were not answered"):
             async with asyncio.timeout(BOUND):
                 await outbox.executor.execute(doing(lambda tx: sleep(tx, 0)))
         with pytest.raises(DatabaseUnavailable):
             async with asyncio.timeout(BOUND):
                 await outbox.executor.execute(Emit((2,)))
-        proxy.speak_again()
+        proxy.resume()
         await outbox.executor.execute(Emit((3,)))
 
 
 @pytest.mark.real_time("a statement sleeps in the server")
 @pytest.mark.usefixtures("hurried")
-async def test_a_statement_that_takes_long_is_let_go_on(server_url: str) -> None:
+async def test_a_long_statement_is_not_interrupted(server_url: str) -> None:
     async with opened(Outbox(server_url, namespace="app", settings=ALONE)) as outbox:
-        asked = count_questions(outbox)
-        await outbox.executor.execute(doing(lambda tx: work_until(tx, lambda: len(asked) >= 2)))
+        queries = count_queries(outbox)
+        await outbox.executor.execute(doing(lambda tx: work_until(tx, lambda: len(queries) >= 2)))
 
 
-@pytest.mark.real_time("an action is idle for longer than an answer may take")
+@pytest.mark.real_time("an action is idle for longer than a response may take")
 @pytest.mark.usefixtures("hurried")
-async def test_an_action_that_does_something_else_for_long_is_let_go_on(server_url: str, rows: Look) -> None:
-    """The action's session is idle, rightly."""
+async def test_an_action_that_is_busy_elsewhere_is_not_interrupted(server_url: str, rows: Look) -> None:
+    """The action's session is rightly idle."""
     async with opened(Outbox(server_url, namespace="app", settings=ALONE)) as outbox:
-        asked = count_questions(outbox)
+        queries = count_queries(outbox)
 
-        def both_were_asked_about() -> bool:
-            return any(len(numbers) >= 2 for numbers in asked)
+        def both_were_queried() -> bool:
+            return any(len(numbers) >= 2 for numbers in queries)
 
         async def act(tx: Transaction) -> None:
             await sleep(tx, 0)
-            await eventually(both_were_asked_about)
+            await eventually(both_were_queried)
             await sleep(tx, 0)
 
-        # The server is asked because of the other one, and says of both what they do.
-        working = outbox.executor.execute(doing(lambda tx: work_until(tx, both_were_asked_about)))
+        # The server is queried because of the other connection, and reports the state of both.
+        working = outbox.executor.execute(doing(lambda tx: work_until(tx, both_were_queried)))
         await asyncio.gather(outbox.executor.execute(doing(act)), working)
         assert len(await rows.events()) == 2
 
 
 @pytest.mark.real_time("a statement sleeps in the server")
 @pytest.mark.usefixtures("hurried")
-async def test_a_statement_through_a_proxy_that_shares_sessions_is_let_go_on(postgres_url: str) -> None:
-    """The proxy's answer about a session is about a different client's session."""
+async def test_a_statement_through_a_session_sharing_proxy_is_not_interrupted(postgres_url: str) -> None:
+    """The proxy's response about a session is about another client's session."""
     with pgbouncer_to(postgres_url) as through:
         async with opened(Outbox(postgres_url, namespace="app")), Outbox(through, namespace="app") as outbox:
-            asked = count_questions(outbox)
-            await outbox.executor.execute(doing(lambda tx: work_until(tx, lambda: len(asked) >= 2)))
+            queries = count_queries(outbox)
+            await outbox.executor.execute(doing(lambda tx: work_until(tx, lambda: len(queries) >= 2)))
 
 
-def count_questions(outbox: Outbox) -> list[Any]:
-    """A list that grows with each question to the server about its sessions."""
-    watch, asked = database_of(outbox)._watch, list[Any]()
-    ask = watch._ask_server
+def count_queries(outbox: Outbox) -> list[Any]:
+    """A list that grows with each query to the server about its sessions."""
+    watch, queries = database_of(outbox)._watch, list[Any]()
+    query = watch._query_sessions
 
     async def counted(numbers: Any) -> Any:
-        asked.append(numbers)
-        return await ask(numbers)
+        queries.append(numbers)
+        return await query(numbers)
 
-    watch._ask_server = counted
-    return asked
+    watch._query_sessions = counted
+    return queries
 
 
 # --- limits ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("words", ["begin;", "insert into eventlog.events", "commit;"])
-async def test_a_given_pool_s_connections_have_a_limit_for_what_outboxio_sends(
-    server_url: str, rows: Look, words: str
-) -> None:
-    """A watch needs a URL, to ask over a new connection."""
+async def test_internal_statements_on_a_user_pool_have_a_timeout(server_url: str, rows: Look, words: str) -> None:
+    """A watch needs a URL to query over a new connection."""
     if words != "insert into eventlog.events" and rows.driver != "asyncpg":
-        return  # there, all of it goes in one message
+        return  # the other drivers send everything in one message
     settings = Settings(notify=False, statement_timeout="500ms")
     async with (
         opened(Outbox(server_url, namespace="app")),
         proxy_to(server_url) as proxy,
-        acts_on(proxy.url).pool(2) as pool,
+        actions_on(proxy.url).pool(2) as pool,
         Outbox(pool, namespace="app", settings=settings) as outbox,
     ):
-        proxy.fall_silent_after(words.encode())
+        proxy.stall_after(words.encode())
         is_unknown = words == "commit;" or rows.driver != "asyncpg"
         with pytest.raises(CommitUnknown if is_unknown else DatabaseUnavailable):
             async with asyncio.timeout(BOUND):
@@ -247,7 +243,7 @@ async def test_a_given_pool_s_connections_have_a_limit_for_what_outboxio_sends(
 
 
 @pytest.mark.real_time("a statement sleeps in the server")
-async def test_a_statement_of_an_action_may_be_given_a_limit(server_url: str, rows: Look) -> None:
+async def test_a_statement_of_an_action_may_have_a_timeout(server_url: str, rows: Look) -> None:
     settings = Settings(notify=False, action_statement_timeout="300ms")
     async with opened(Outbox(server_url, namespace="app", settings=settings)) as outbox:
         async with asyncio.timeout(BOUND) as bound:
@@ -258,7 +254,7 @@ async def test_a_statement_of_an_action_may_be_given_a_limit(server_url: str, ro
         assert len(await rows.events()) == 1
 
 
-async def test_every_socket_of_ours_finds_out_by_itself_that_its_host_is_gone(server_url: str) -> None:
+async def test_every_internal_socket_detects_a_lost_host(server_url: str) -> None:
     async with opened(Outbox(server_url, namespace="app")) as outbox:
         outbox.handler(MoneyDeposited, name="first")(Journal())
         async with outbox.running():
@@ -266,7 +262,7 @@ async def test_every_socket_of_ours_finds_out_by_itself_that_its_host_is_gone(se
             database = database_of(outbox)
             loops = [database._find, database._settle, database._fanout, database._admin]
             await eventually(lambda: all(loop.is_open for loop in loops))
-            ours = [loop._connection for loop in loops] + [connection for _, connection in database._ours._idle]
+            ours = [loop._connection for loop in loops] + [connection for _, connection in database._action_pool._idle]
             assert len(ours) >= 5
             for each in [*ours, *lock_sessions(outbox)]:
                 found = socket_of(each)
@@ -284,11 +280,11 @@ def socket_of(connection: Any) -> Any:
     return transport.get_extra_info("socket")
 
 
-async def test_what_a_driver_waits_for_is_seen(server_url: str, rows: Look) -> None:
-    """The same token for as long as an answer is awaited, and a new token for the next statement."""
+async def test_the_statement_a_driver_waits_for_is_visible(server_url: str, rows: Look) -> None:
+    """The same token while a response is awaited, and a new token for the next statement."""
     await rows.fetch("CREATE TABLE waits (number INT PRIMARY KEY)")
     await rows.fetch("INSERT INTO waits VALUES (0), (1), (2)")
-    acts = acts_on(server_url)
+    acts = actions_on(server_url)
     async with (
         opened(Outbox(server_url, namespace="app", settings=ALONE)) as outbox,
         outbox.transaction("Look") as tx,
@@ -300,7 +296,7 @@ async def test_what_a_driver_waits_for_is_seen(server_url: str, rows: Look) -> N
             async with open_transaction(rows) as (holder, end):
                 await run_on(holder, ROW.format(number))
                 waiting = asyncio.create_task(see(tx, number))
-                await eventually(lambda: acts.held_up("FROM waits"))
+                await eventually(lambda: acts.blocked_sessions("FROM waits"))
                 token = waits_for(connection)
                 assert token not in seen
                 await turns()
@@ -331,19 +327,19 @@ def waits_for(connection: Any) -> Any:
 
 
 @pytest.mark.usefixtures("hurried")
-async def test_silence_between_the_preparation_of_a_statement_and_its_execution_is_found_out(postgres_url: str) -> None:
-    """The server's session is neither idle nor at work then, and reports itself as active."""
+async def test_silence_between_prepare_and_execute_is_detected(postgres_url: str) -> None:
+    """The server's session is then neither idle nor working, and reports itself as active."""
     async with proxy_to(postgres_url) as proxy, behind(proxy, postgres_url) as outbox:
-        proxy.fall_silent_after(b"insert into eventlog.events")  # in the message that prepares it
-        with pytest.raises(DatabaseUnavailable, match="nothing to do for it"):
+        proxy.stall_after(b"insert into eventlog.events")  # in the message that prepares it
+        with pytest.raises(DatabaseUnavailable, match="its server session is idle"):
             async with asyncio.timeout(BOUND):
                 await outbox.executor.execute(Emit((1,)))
 
 
 @pytest.mark.usefixtures("hurried")
 @pytest.mark.parametrize("heartbeat", ["500ms", "1h"])
-async def test_loops_whose_connections_fell_silent_go_on_within_seconds(server_url: str, heartbeat: str) -> None:
-    """Whether the session with the locks notices first, or a statement of a loop."""
+async def test_loops_on_silent_connections_continue_within_seconds(server_url: str, heartbeat: str) -> None:
+    """Whether the lock session notices first, or a statement of a loop."""
     journal = Journal()
     settings = Settings(lock_heartbeat=heartbeat, fanout_poll_delay="100ms", handling_poll_delay="100ms")
     async with (
@@ -369,7 +365,7 @@ def lock_sessions(outbox: Outbox) -> list[Any]:
 
 
 def silence_all_but(proxy: Proxy, kept: list[Any]) -> None:
-    """The network swallows the bytes of every open connection, except for the given ones."""
+    """The network drops the bytes of every open connection, except for the given ones."""
     ports = {socket_of(connection).getsockname()[1] for connection in kept}
     for link in proxy._links:
         if link.ends[0].get_extra_info("peername")[1] not in ports:

@@ -1,6 +1,6 @@
-"""A storm: producers at MySQL's own isolation level, workers that take over from each other, a single server.
+"""A storm: producers at MySQL's default isolation level, workers that take over from each other, a single server.
 
-``OUTBOXIO_TEST_STORM_SECONDS`` makes the storm longer than the suite has time for; its figures are printed with ``-s``.
+``OUTBOXIO_TEST_STORM_SECONDS`` sets a longer storm than in the suite; ``-s`` prints its figures.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ async def nothing_is_left_to_do(look: Look, events: int) -> bool:
 
 
 class Workers:
-    """Several processes with all handlers; from time to time a process is asked to leave."""
+    """Several processes with all handlers, one of which is stopped from time to time."""
 
     def __init__(self, start: Callable[[], Awaitable[Worker]]) -> None:
         self._start = start
@@ -118,7 +118,7 @@ class Workers:
             await worker.until("running")
 
     async def hand_over(self, until: float) -> None:
-        """Let holders leave, so that standbys take over in the middle."""
+        """Let holders leave, so that standbys take over during the work."""
         while time.monotonic() + BETWEEN_HANDOVERS < until:
             await asyncio.sleep(BETWEEN_HANDOVERS)
             await self._leave(next(worker for worker in self._here if self._works(worker)))
@@ -138,7 +138,7 @@ class Workers:
 
 
 async def produce(producers: Sequence[Producer], until: float) -> list[str]:
-    """Run all producers until the moment; returns the errors of actions that had to be run again."""
+    """Run all producers until the given time; return the errors of actions that had to be repeated."""
     repeated: list[str] = []
     with log_lines("outboxio.actions.executor", repeated.append):
         async with asyncio.TaskGroup() as group:
@@ -148,7 +148,7 @@ async def produce(producers: Sequence[Producer], until: float) -> list[str]:
 
 
 @pytest.mark.real_time("keeps a load up for seconds")
-async def test_in_a_storm_nothing_is_lost_or_doubled_and_no_producer_is_disturbed(
+async def test_a_storm_loses_duplicates_and_disturbs_nothing(
     mysql_url: str, look: Look, start_worker: StartWorker
 ) -> None:
     async with opened(Outbox(mysql_url, namespace="app")):
@@ -169,7 +169,7 @@ async def test_in_a_storm_nothing_is_lost_or_doubled_and_no_producer_is_disturbe
     print(figures(look.dialect, executed, producers, calls, workers, behind))
     assert repeated == [], "an action was run again, though producers lock their rows in one order"
     lines = [report["message"] for worker in workers.all for report in worker.of("log")]
-    assert [line for line in lines if "this process stood still" not in line] == []  # by the machine
+    assert [line for line in lines if "this process was suspended" not in line] == []  # by the machine
     assert unusual(calls, executed) == {}
     assert await sums(look) == (0, 2 * len(executed))
     emitted = await look.value("SELECT count(*) FROM {events} WHERE event_type = 'WalletOpened'")

@@ -1,4 +1,4 @@
-"""A cluster lock whose session lives in a thread. The inner lock is a stand-in; see the flow tests for real locks."""
+"""A cluster lock whose session is in a thread. The inner lock is a stub; see the flow tests for real locks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 
-from outboxio.loops import standstill
+from outboxio.loops import blocked_loop
 from outboxio.model.lock_name import LockName
 from outboxio.storage.connections.driver import Proof
 from outboxio.storage.connections.threaded_lock import ThreadedLock
@@ -34,7 +34,7 @@ class Inner:
         self.failure: Exception | None = None
         self.waits: asyncio.Event | None = None
         self.lose: Callable[[], None] = lambda: None
-        self.hear: Callable[[str], None] = lambda payload: None
+        self.notify: Callable[[str], None] = lambda payload: None
 
     async def _called(self, what: str) -> None:
         self.calls.append(what)
@@ -61,9 +61,9 @@ class Inner:
     async def release(self, names: Sequence[LockName]) -> None:
         await self._called("release")
 
-    async def listen(self, heard: Callable[[str], None]) -> None:
+    async def listen(self, on_wakeup: Callable[[str], None]) -> None:
         await self._called("listen")
-        self.hear = heard
+        self.notify = on_wakeup
 
     def when_lost(self, callback: Callable[[], None]) -> None:
         self.lose = callback
@@ -79,7 +79,7 @@ def inner() -> Inner:
 
 @pytest.fixture
 async def lock(inner: Inner, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ThreadedLock]:
-    monkeypatch.setattr(standstill, "TICK", 0.02)
+    monkeypatch.setattr(blocked_loop, "TICK", 0.02)
     lock = ThreadedLock(inner, cast(Any, inner), HEARTBEAT, longest_block=4 * HEARTBEAT)
     yield lock
     await lock.close()
@@ -90,12 +90,12 @@ def threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "outboxio"]
 
 
-async def begin(lock: ThreadedLock, heard: Callable[[str], None] = lambda payload: None) -> Proof:
-    await lock.listen(heard)
+async def begin(lock: ThreadedLock, on_wakeup: Callable[[str], None] = lambda payload: None) -> Proof:
+    await lock.listen(on_wakeup)
     return await lock.heartbeat()
 
 
-async def test_everything_is_done_in_the_thread(lock: ThreadedLock, inner: Inner) -> None:
+async def test_everything_runs_in_the_thread(lock: ThreadedLock, inner: Inner) -> None:
     await begin(lock)
     assert await lock.acquire([NAME]) == {NAME: LockGrant(1, 0)}
     assert await lock.try_probe(NAME)
@@ -105,51 +105,55 @@ async def test_everything_is_done_in_the_thread(lock: ThreadedLock, inner: Inner
 
 
 @pytest.mark.real_time("the event loop is truly blocked")
-async def test_the_thread_beats_while_the_application_s_loop_is_blocked(lock: ThreadedLock) -> None:
+async def test_the_thread_sends_heartbeats_while_the_loop_is_blocked(lock: ThreadedLock) -> None:
     await begin(lock)
-    lock._longest_block = 60.0  # for a machine that stops the process meanwhile
+    lock._longest_block = 60.0  # a machine may stop the process
     blocked_at = time.monotonic()
     while lock.proof is None or lock.proof.sent_at <= blocked_at:
         time.sleep(0.01)  # noqa: ASYNC251  # the block is the point
 
 
 @pytest.mark.real_time("the event loop is truly blocked")
-async def test_a_loop_that_stands_still_for_too_long_is_beaten_for_no_more(
+async def test_heartbeats_stop_when_the_loop_is_blocked_too_long(
     lock: ThreadedLock, inner: Inner, caplog: pytest.LogCaptureFixture
 ) -> None:
     await begin(lock)
 
-    def given_up() -> list[str]:
-        return [record.levelname for record in caplog.records if "are given up" in record.getMessage()]
+    def reported() -> list[str]:
+        return [
+            record.levelname
+            for record in caplog.records
+            if "longer than the timeout of every handler" in record.getMessage()
+        ]
 
-    while not given_up():
+    while not reported():
         time.sleep(0.01)  # noqa: ASYNC251  # the block is the point
     beats = inner.calls.count("heartbeat")
     time.sleep(3 * HEARTBEAT)  # noqa: ASYNC251  # the block is the point
     assert inner.calls.count("heartbeat") == beats
-    assert given_up() == ["ERROR"]
-    await eventually(lambda: inner.calls.count("heartbeat") > beats)  # the loop goes on, and so does the thread
+    assert reported() == ["ERROR"]
+    await eventually(lambda: inner.calls.count("heartbeat") > beats)  # the loop continues, and so does the thread
 
 
-async def test_a_proof_that_is_young_is_not_made_again(lock: ThreadedLock, inner: Inner) -> None:
+async def test_a_recent_proof_is_not_repeated(lock: ThreadedLock, inner: Inner) -> None:
     first = await begin(lock)
     assert await lock.heartbeat() is first
     assert inner.calls.count("heartbeat") == 1
 
 
-async def test_wake_ups_are_heard_on_the_application_s_loop(lock: ThreadedLock, inner: Inner) -> None:
-    heard: list[tuple[str, str]] = []
-    await begin(lock, lambda payload: heard.append((payload, threading.current_thread().name)))
+async def test_wakeups_arrive_on_the_applications_loop(lock: ThreadedLock, inner: Inner) -> None:
+    received: list[tuple[str, str]] = []
+    await begin(lock, lambda payload: received.append((payload, threading.current_thread().name)))
 
-    async def hear() -> None:
-        inner.hear("events")
+    async def wake() -> None:
+        inner.notify("events")
 
-    await lock.in_thread(hear)
-    await eventually(lambda: heard)
-    assert heard == [("events", threading.current_thread().name)]
+    await lock.in_thread(wake)
+    await eventually(lambda: received)
+    assert received == [("events", threading.current_thread().name)]
 
 
-async def test_the_end_of_the_session_is_told_at_once_and_proves_nothing_more(lock: ThreadedLock, inner: Inner) -> None:
+async def test_the_end_of_the_session_is_reported_at_once(lock: ThreadedLock, inner: Inner) -> None:
     lost: list[str] = []
     lock.when_lost(lambda: lost.append(threading.current_thread().name))
     await begin(lock)
@@ -164,12 +168,10 @@ async def test_the_end_of_the_session_is_told_at_once_and_proves_nothing_more(lo
     assert lost == [threading.current_thread().name]
 
 
-async def test_a_heartbeat_that_fails_loses_the_session_and_whoever_opens_the_next_one_hears_why(
-    lock: ThreadedLock, inner: Inner
-) -> None:
+async def test_a_failed_heartbeat_is_reported_when_the_session_reopens(lock: ThreadedLock, inner: Inner) -> None:
     lost: list[bool] = []
     lock.when_lost(lambda: lost.append(True))
-    lock._heartbeat = 2.0  # the failure of a session that was silent for longer than 3.6 s is nobody's
+    lock._heartbeat = 2.0  # the failure of a session that was silent for longer than 3.6 s is ignored
     await begin(lock)
     inner.failure = OSError("no route to host")
     await eventually(lambda: lost)
@@ -180,7 +182,7 @@ async def test_a_heartbeat_that_fails_loses_the_session_and_whoever_opens_the_ne
     assert lock.is_open
 
 
-async def test_an_acquisition_that_is_cancelled_ends_the_session(lock: ThreadedLock, inner: Inner) -> None:
+async def test_a_cancelled_acquisition_ends_the_session(lock: ThreadedLock, inner: Inner) -> None:
     """The acquisition may have taken a lock that no task knows of, and that the thread would keep."""
     await begin(lock)
     inner.waits = asyncio.Event()
@@ -195,7 +197,7 @@ async def test_an_acquisition_that_is_cancelled_ends_the_session(lock: ThreadedL
 
 
 @pytest.mark.real_time("a thread has to begin to wait")
-async def test_a_close_that_is_cancelled_ends_the_session_all_the_same(lock: ThreadedLock, inner: Inner) -> None:
+async def test_a_cancelled_close_ends_the_session_as_well(lock: ThreadedLock, inner: Inner) -> None:
     await begin(lock)
     inner.waits = asyncio.Event()
     acquiring = asyncio.create_task(lock.acquire([NAME]))
@@ -210,7 +212,7 @@ async def test_a_close_that_is_cancelled_ends_the_session_all_the_same(lock: Thr
     await eventually(lambda: not threads())  # the cancelled task has not waited for the end
 
 
-async def test_after_close_it_may_be_opened_again(lock: ThreadedLock, inner: Inner) -> None:
+async def test_the_lock_may_be_reopened_after_close(lock: ThreadedLock, inner: Inner) -> None:
     for _ in range(2):
         await begin(lock)
         await lock.close()

@@ -1,4 +1,4 @@
-"""A trace that begins in the process of a request goes on in a worker process, through three handlers."""
+"""A trace that starts in a request continues in a worker process, through three handlers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.above_statements
 StartProgram = Callable[..., Awaitable[Worker]]
 
 
-async def test_a_worker_process_continues_the_trace_of_the_request_and_links_a_retry(
+async def test_a_worker_continues_the_requests_trace_and_links_a_retry(
     database_url: str, start_program: StartProgram, tmp_path: Path
 ) -> None:
     traces, file = Traces(), tmp_path / "spans.jsonl"
@@ -31,7 +31,7 @@ async def test_a_worker_process_continues_the_trace_of_the_request_and_links_a_r
         for order in (1, FAILS_ONCE):
             with traces.tracer.start_as_current_span("POST /orders"):
                 await outbox.execute(PlaceOrder(order))
-            await worker.until("told", order=order)
+            await worker.until("notified", order=order)
         await worker.leave()
 
     there = [json.loads(line) for line in file.read_text().splitlines()]
@@ -39,7 +39,7 @@ async def test_a_worker_process_continues_the_trace_of_the_request_and_links_a_r
     good, bad = (trace_of(request) for request in traces.named("POST /orders"))
     sent = {trace_of(span): hexed(id_of(span)) for span in traces.named("send Placed")}
 
-    # The request, three handlers and the events between them are one trace, each the child of the one before.
+    # The request, three handlers and the events between them are one trace, each span the child of the previous span.
     steps = [f"{operation} {event}" for event in ("Placed", "Paid", "Shipped") for operation in ("send", "process")][1:]
     chain = [one(there, name, good) for name in steps]
     assert [span["parent_id"] for span in chain] == [sent[good], *(id_in(span) for span in chain[:-1])]

@@ -1,6 +1,6 @@
-"""The tutorial is true: its commands are typed as they stand, and what a reader should see appears.
+"""The tutorial is correct: its commands are run literally, and print what it shows.
 
-The title of a block names the terminal of a command or of an output, or the file that a quotation is from.
+The title of a block names the terminal of a command or of an output, or the file of a quotation.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ def blocks(page: Path) -> Iterator[tuple[str, str, str]]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_every_quoted_line_is_in_the_file_that_is_named(page: Path) -> None:
+def test_every_quoted_line_is_in_its_named_file(page: Path) -> None:
     for language, title, text in blocks(page):
         if language == "python":
             assert dedent(text) in dedented(SHOP / title, text), f"{title} has no such lines:\n{text}"
 
 
 def dedented(file: Path, like: str) -> str:
-    """The file, moved to the left by the indentation of the quotation."""
+    """The file, dedented by the indentation of the quotation."""
     indent = len(like) - len(like.lstrip(" "))
     return "\n".join(line[indent:] if line[:indent].isspace() or not indent else line for line in lines_of(file))
 
@@ -51,13 +51,13 @@ def lines_of(file: Path) -> list[str]:
     return file.read_text("utf-8").split("\n")
 
 
-def test_there_are_seven_steps_and_each_says_where_to_go_on() -> None:
+def test_there_are_seven_steps_with_a_link_to_the_next() -> None:
     assert len(STEPS) == 7
     for page, following in pairwise(STEPS):
         assert f"]({following.name})" in page.read_text("utf-8")
 
 
-async def test_a_reader_sees_what_the_tutorial_promises(tmp_path: Path) -> None:
+async def test_the_commands_print_what_the_tutorial_shows(tmp_path: Path) -> None:
     shutil.copytree(SHOP, tmp_path / "shop", ignore=shutil.ignore_patterns("build", "*.db*", "__pycache__", "*.jsonl"))
     programs = str(Path(sys.executable).parent)
     environment = {

@@ -1,4 +1,4 @@
-"""Several processes on a database: who works, who takes over, and the limits of a former holder."""
+"""Several processes on one database: who works, who takes over, and the limits of a former holder."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ FANOUT, DISPATCH = "app/fanout", "app/dispatch/receipt"
 LOCKS = (FANOUT, DISPATCH)
 
 HEARTBEAT = 1.0
-#: A standby tries every 200 ms, and then reads and starts. A loaded machine needs longer, and never as long as the
-#: server keeps the locks of a process that says nothing: 9 s.
+#: A standby tries every 200 ms, and then reads and starts. A loaded machine needs longer, but never as long as the
+#: server keeps the locks of an unresponsive process: 9 s.
 STANDBY_TAKES = 6.0
 NEVER = 60.0  # too long a poll delay to find the rows
-SETTLED = 20  # runs of a holder that then keeps the next ones under way, however late the test ends the process
+SETTLED = 20  # the holder then keeps further runs in progress until the test ends the process
 HOLDER = {"name": "receipt", "sleep": 0.02, "concurrency": 2, "holds_after": SETTLED}
 
 
@@ -80,7 +80,7 @@ async def test_a_killed_holder_is_replaced_at_once(
     assert len(standby.amounts) == 100 - SETTLED, "what the first had settled runs again"
 
 
-async def test_a_holder_that_leaves_hands_over_at_once_and_repeats_nothing(
+async def test_a_leaving_holder_is_replaced_at_once_and_repeats_nothing(
     server_url: str, producer: Outbox, rows: Look, start_worker: StartWorker
 ) -> None:
     holder, standby = await a_pair(start_worker, server_url, HOLDER, {"name": "receipt"})
@@ -98,7 +98,7 @@ async def test_a_holder_that_leaves_hands_over_at_once_and_repeats_nothing(
 
 
 @pytest.mark.real_time("measures how long a take-over lasts")
-async def test_a_frozen_holder_is_replaced_and_changes_no_row_when_it_wakes_up(
+async def test_a_frozen_holder_is_replaced_and_later_changes_nothing(
     server_url: str, producer: Outbox, rows: Look, start_worker: StartWorker
 ) -> None:
     holder, successor = await a_pair(
@@ -116,7 +116,7 @@ async def test_a_frozen_holder_is_replaced_and_changes_no_row_when_it_wakes_up(
 
     first_call = (await successor.until("call"))[0]
     assert first_call["at"] - frozen_at < 2 * HEARTBEAT + STANDBY_TAKES
-    # The failed row is not final: only the term keeps the former holder from it.
+    # The failed row is not final: only the term prevents the former holder from changing it.
     await eventually(lambda: _are(rows, {"SUCCEEDED": 5, "FAILED": 1}))
     left_as = await rows.notifications()
 
@@ -130,7 +130,7 @@ async def test_a_frozen_holder_is_replaced_and_changes_no_row_when_it_wakes_up(
     assert sorted(successor.amounts) == list(range(6))
 
 
-async def test_a_holder_frozen_inside_a_transaction_is_replaced_as_well(
+async def test_a_holder_frozen_inside_a_transaction_is_replaced(
     server_url: str, producer: Outbox, rows: Look, start_worker: StartWorker
 ) -> None:
     frozen = await start_worker(
@@ -152,7 +152,7 @@ async def test_a_holder_frozen_inside_a_transaction_is_replaced_as_well(
     assert await rows.value("SELECT count(*) FROM {events} WHERE event_type = 'WalletOpened'") == 1
 
 
-async def test_instances_with_different_handlers_run_theirs_at_the_same_time(
+async def test_instances_with_different_handlers_run_at_the_same_time(
     server_url: str, producer: Outbox, rows: Look, start_worker: StartWorker
 ) -> None:
     web, worker = await asyncio.gather(
@@ -175,7 +175,7 @@ async def test_instances_with_different_handlers_run_theirs_at_the_same_time(
     assert {r["handler"] for r in web.of("call")} == {"web"}
 
 
-async def test_a_handler_that_is_renamed_in_a_rolling_deploy_handles_every_event_once(
+async def test_a_handler_renamed_in_a_rolling_deploy_handles_every_event_once(
     server_url: str, producer: Outbox, rows: Look, start_worker: StartWorker
 ) -> None:
     old = await start_worker(server_url, {"name": "receipt", "sleep": 0.5, "concurrency": 1})
@@ -185,7 +185,7 @@ async def test_a_handler_that_is_renamed_in_a_rolling_deploy_handles_every_event
     new = await start_worker(server_url, {"name": "deposit-receipt", "aliases": ["receipt"]})
     await new.until_running("app/dispatch/deposit-receipt")
 
-    # The old version fans out, and runs the rest under the old name; new events are for the new name alone.
+    # The old version fans out and runs the remaining rows under the old name; new events get the new name only.
     await producer.executor.execute(Emit(tuple(range(40, 60))))
     await new.until("call", 20)
     assert sorted(new.amounts) == list(range(40, 60))
@@ -214,8 +214,8 @@ async def test_a_producer_wakes_fanout_and_handlers_in_other_processes(
         await handling.until("call", number)
 
 
-async def test_rows_made_a_moment_ahead_before_one_came_are_found_without_a_poll(postgres_url: str) -> None:
-    """No wake-up comes for these rows any more."""
+async def test_rows_dated_slightly_ahead_are_found_without_a_poll(postgres_url: str) -> None:
+    """No further wake-up arrives for these rows."""
     ahead = lambda: utc_now() + timedelta(milliseconds=200)  # noqa: E731
     settings, journal = Settings(fanout_poll_delay=NEVER, handling_poll_delay=NEVER), Journal()
     async with (
@@ -225,7 +225,7 @@ async def test_rows_made_a_moment_ahead_before_one_came_are_found_without_a_poll
         for outbox in (fanning, handling):
             outbox.handler(MoneyDeposited, name="receipt")(journal)
         async with handling.running(fanout=False):
-            pass  # its connections and measurements are there
+            pass  # its connections are open and its clock is measured
         async with fanning.running(handling=False):
             await fanning.executor.execute(Emit((1,)))
             await eventually(lambda: fanned_out(fanning))
@@ -238,8 +238,8 @@ async def fanned_out(outbox: Outbox) -> bool:
 
 
 @pytest.mark.real_time("a wake-up comes between two looks that are 0.25 s apart")
-async def test_rows_that_are_due_a_moment_later_by_ones_own_clock_are_found_without_a_poll(postgres_url: str) -> None:
-    """Both processes have measured the database's clock, one of them in haste."""
+async def test_rows_due_later_by_the_local_clock_are_found(postgres_url: str) -> None:
+    """Both processes have measured the database's clock, one of them inaccurately."""
     ahead = lambda: utc_now() + timedelta(milliseconds=100)  # noqa: E731
     settings, journal = Settings(fanout_poll_delay=NEVER, handling_poll_delay=NEVER), Journal()
     async with (
@@ -252,7 +252,7 @@ async def test_rows_that_are_due_a_moment_later_by_ones_own_clock_are_found_with
             for number in range(1, 4):
                 await fanning.executor.execute(Emit((number,)))
                 await journal.calls(number)
-            # A wake-up that comes while a second look is still due gets a second look of its own.
+            # A wake-up during the wait for a second check gets its own second check.
             await fanning.executor.execute(Emit((4,)))
             await asyncio.sleep(0.2)
             await fanning.executor.execute(Emit((5,)))
@@ -260,30 +260,30 @@ async def test_rows_that_are_due_a_moment_later_by_ones_own_clock_are_found_with
 
 
 @pytest.mark.real_time("counts the wake-ups of a second")
-async def test_wake_ups_of_a_burst_are_sent_together(postgres_url: str, postgres_producer: Outbox) -> None:
+async def test_wakeups_of_a_burst_are_combined(postgres_url: str, postgres_producer: Outbox) -> None:
     producer = postgres_producer
-    heard: list[float] = []
+    wakeups: list[float] = []
     listener = await asyncpg.connect(postgres_url)
-    await listener.add_listener(channel_name("app"), lambda *_: heard.append(time.monotonic()))
+    await listener.add_listener(channel_name("app"), lambda *_: wakeups.append(time.monotonic()))
     await producer.executor.execute(Emit((0,)))
-    await eventually(lambda: heard)
-    await asyncio.sleep(0.1)  # the pause after that look is over
-    heard.clear()
+    await eventually(lambda: wakeups)
+    await asyncio.sleep(0.1)  # the pause after that check is over
+    wakeups.clear()
 
     begun_at = time.monotonic()
     await producer.executor.execute(Emit((0,)))
-    await eventually(lambda: heard)
+    await eventually(lambda: wakeups)
     for number in range(200):
         await producer.executor.execute(Emit((number,)))
     ended_at = time.monotonic()
-    await eventually(lambda: heard[-1] >= ended_at)
+    await eventually(lambda: wakeups[-1] >= ended_at)
 
     # At most a wake-up per 50 ms, and a last wake-up for the last commit.
-    assert len(heard) <= 2 + (heard[-1] - begun_at) / 0.05
+    assert len(wakeups) <= 2 + (wakeups[-1] - begun_at) / 0.05
     await listener.close()
 
 
-async def test_no_wake_up_is_sent_inside_a_business_transaction(postgres_url: str) -> None:
+async def test_no_wakeup_is_sent_inside_a_business_transaction(postgres_url: str) -> None:
     statements: list[str] = []
 
     async def log_queries(connection: asyncpg.Connection[Any]) -> None:
@@ -293,7 +293,7 @@ async def test_no_wake_up_is_sent_inside_a_business_transaction(postgres_url: st
         asyncpg.create_pool(postgres_url, min_size=1, max_size=1, init=log_queries) as pool,
         opened(Outbox(pool, namespace="app")) as outbox,
     ):
-        for _ in range(2):  # the first time, the driver asks for types
+        for _ in range(2):  # the first time, the driver reads types
             statements.clear()
             await outbox.executor.execute(Emit((1, 2)))
             await eventually(lambda: any("NOTIFY" in statement for statement in statements))

@@ -1,4 +1,4 @@
-"""``outboxio worker --handlers`` runs the named handlers only; ``--validate`` runs nothing."""
+"""``outboxio worker --handlers`` runs only the named handlers; ``--validate`` runs nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 
 from outboxio import Event, EventEnvelope, Outbox
 from outboxio.cli.app import app
-from outboxio.cli.inside import run_only
+from outboxio.cli.internals import run_only
 from tests.kit.app import eventually
 
 APP = """
@@ -43,7 +43,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def outboxio(command: str, *words: str) -> Result:
-    sys.modules.pop("worker_app", None)  # each command is a process of its own, and imports the application
+    sys.modules.pop("worker_app", None)  # each command is a separate process that imports the application
     return CliRunner().invoke(app, [command, "worker_app:outbox", *words])
 
 
@@ -54,7 +54,7 @@ def states(file: Path) -> dict[str, str]:
     return found
 
 
-def test_a_drain_of_named_handlers_leaves_the_others_and_answers_for_its_own(file: Path) -> None:
+def test_a_drain_of_named_handlers_ignores_the_others(file: Path) -> None:
     assert outboxio("migrate").exit_code == 0
     assert outboxio("emit", "PaidToMail", '{"order": 1}').exit_code == 0
 
@@ -67,19 +67,19 @@ def test_a_drain_of_named_handlers_leaves_the_others_and_answers_for_its_own(fil
     assert states(file) == {"receipt": "SUCCEEDED", "ledger": "SUCCEEDED"}
 
 
-def test_handlers_that_do_not_exist_or_are_not_to_run_are_refused(file: Path) -> None:
+def test_unknown_or_unrunnable_handlers_are_refused(file: Path) -> None:
     for words, text in (
         (["--handlers", "reciept"], "did you mean 'receipt'"),
-        (["--handlers", "receipt,,ledger"], "expected names of handlers with commas"),
-        (["--handlers", "receipt", "--no-handling"], "give one of the two"),
-        (["--validate", "--drain"], "give one of the two"),
+        (["--handlers", "receipt,,ledger"], "expected comma-separated handler names"),
+        (["--handlers", "receipt", "--no-handling"], "use only one of them"),
+        (["--validate", "--drain"], "use only one of them"),
     ):
         refused = outboxio("worker", *words)
         assert refused.exit_code == 2, refused.output
         assert text in refused.stderr.replace("\n", " ")
 
 
-def test_validating_checks_everything_and_runs_nothing(file: Path) -> None:
+def test_validate_checks_everything_and_runs_nothing(file: Path) -> None:
     missing = outboxio("worker", "--validate")
     assert missing.exit_code == 1
     assert "outboxio migrate" in missing.stderr
@@ -97,7 +97,7 @@ def test_validating_checks_everything_and_runs_nothing(file: Path) -> None:
 
 
 @pytest.mark.timeout(120)
-async def test_a_process_announces_all_handlers_and_holds_the_locks_of_its_own(tmp_path: Path) -> None:
+async def test_a_process_announces_all_handlers_and_locks_its_own(tmp_path: Path) -> None:
     async with Outbox(f"sqlite:///{tmp_path / 'some.db'}", namespace="some") as outbox:
         await outbox.migrate()
         done = asyncio.Event()

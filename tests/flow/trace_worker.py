@@ -1,7 +1,7 @@
-"""A worker process with an SDK of its own: three handlers, of which each causes the next event, and a file of spans.
+"""A worker process with its own SDK: three handlers, each of which causes the next event, and a file of spans.
 
 ``python -m tests.flow.trace_worker '{...}'``: reports JSON lines on standard output, until SIGTERM. Then all spans are
-in the file, one JSON object on each line.
+in the file, one JSON object per line.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ def add_handlers(outbox: Outbox) -> None:
             raise ValueError("no truck")
         envelope.emit(Shipped(envelope.event.order))
 
-    @outbox.handler(Shipped, name="tell")
-    async def tell(envelope: EventEnvelope[Shipped]) -> None:
-        report("told", order=envelope.event.order)
+    @outbox.handler(Shipped, name="notify")
+    async def notify(envelope: EventEnvelope[Shipped]) -> None:
+        report("notified", order=envelope.event.order)
 
 
 def on_one_line(span: ReadableSpan) -> str:
     return span.to_json(indent=None) + "\n"
 
 
-async def main(told: dict[str, Any], file: TextIO) -> None:
+async def main(config: dict[str, Any], file: TextIO) -> None:
     leave = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, leave.set)
     provider = TracerProvider(resource=Resource({"service.name": "worker"}))
     provider.add_span_processor(BatchSpanProcessor(ConsoleSpanExporter(out=file, formatter=on_one_line)))
-    async with Outbox(told["database"], namespace="app", telemetry=OpenTelemetry(provider)) as outbox:
+    async with Outbox(config["database"], namespace="app", telemetry=OpenTelemetry(provider)) as outbox:
         add_handlers(outbox)
         async with outbox.running():
             report("running")

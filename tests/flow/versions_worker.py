@@ -1,4 +1,4 @@
-"""A process of a deployment: it has a version of an event, emits events of the version, and handles events.
+"""A process of a deployment: it has a version of an event, emits events of this version, and handles events.
 
 ``python -m tests.flow.versions_worker '{...}'``: reports JSON lines on standard output, until SIGTERM.
 """
@@ -53,15 +53,15 @@ def add_handlers(outbox: Outbox, version: int) -> None:
         report("ordered", number=envelope.event.number, attempt=envelope.attempt)
 
 
-async def main(told: dict[str, Any]) -> None:
+async def main(config: dict[str, Any]) -> None:
     leave = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, leave.set)
-    outbox, version = Outbox(told["database"], namespace="app"), told["version"]
+    outbox, version = Outbox(config["database"], namespace="app"), config["version"]
     add_handlers(outbox, version)
     await outbox.migrate()
-    async with outbox.running(handling=told["handles"]):
+    async with outbox.running(handling=config["handles"]):
         report("running")
-        await write(outbox, version, told["first"])
+        await write(outbox, version, config["first"])
         report("written")
         await leave.wait()
     await outbox.close()

@@ -1,9 +1,9 @@
 """A process of an application, for tests that need several processes.
 
-``python -m tests.flow.worker '{...}'``: runs the handlers that its argument describes, until SIGTERM, and reports what
-it does as JSON lines on standard output, each with the moment (``time.monotonic``, one clock for all processes):
-``running``, ``taken`` and ``lost`` (a cluster lock), ``call`` and ``done`` (a handler), ``log``, ``left``. A line on
-standard input lets the handlers with a gate through; its end means that the test is gone, and so is this.
+``python -m tests.flow.worker '{...}'``: runs the handlers described by its argument until SIGTERM, and reports its work
+as JSON lines on standard output, each with the time (``time.monotonic``, one clock for all processes): ``running``,
+``taken`` and ``lost`` (a cluster lock), ``call`` and ``done`` (a handler), ``log``, ``left``. A line on standard input
+releases the handlers with a gate; its end means that the test has ended, and ends this process.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from outboxio import EventEnvelope, Outbox, Settings, Unprocessable
 from outboxio.model.outcome import Outcome
 from tests.kit import opened_by
 from tests.kit.app import MoneyDeposited, WalletOpened
-from tests.kit.inside import tell_lock_changes, tell_outcomes
+from tests.kit.inside import report_lock_changes, report_outcomes
 from tests.kit.mysql import SCHEMES, scheme_of
-from tests.kit.server_acts import acts_on
+from tests.kit.server_actions import actions_on
 
 
 def report(what: str, **details: Any) -> None:
@@ -37,21 +37,21 @@ def report(what: str, **details: Any) -> None:
 
 
 class Reporting(logging.Handler):
-    """Reports warnings and errors, and drops the rest."""
+    """Reports warnings and errors, and drops other records."""
 
     def emit(self, record: logging.LogRecord) -> None:
         report("log", level=record.levelname, message=record.getMessage())
 
 
 def report_locks() -> None:
-    tell_lock_changes(
+    report_lock_changes(
         taken=lambda name, lease: report("taken", lock=name.lease, term=lease.term),
         lost=lambda name: report("lost", lock=name.lease),
     )
 
 
 def freeze_in_settlement(database: str) -> None:
-    """Stop this process in the middle of the transaction that writes an outcome together with events."""
+    """Stop this process during the transaction that writes an outcome with events."""
     (freeze_in_mysql if scheme_of(database) in SCHEMES else freeze_in_postgres)()
 
 
@@ -79,7 +79,7 @@ def freeze_in_postgres() -> None:
 
     row_count = notifications.row_count
 
-    def freeze(status: str) -> int:  # the question between the settlement and COMMIT
+    def freeze(status: str) -> int:  # the query between the settlement and COMMIT
         notifications.row_count = row_count
         report("freezing")
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -89,7 +89,7 @@ def freeze_in_postgres() -> None:
 
 
 def die_with_outcome(number: int) -> None:
-    """End this process the moment so many handlers have ended, and before any outcome is written."""
+    """End this process once this many handlers have finished, before any outcome is written."""
     left = number
 
     def die_in_time(_: Outcome) -> None:
@@ -98,7 +98,7 @@ def die_with_outcome(number: int) -> None:
         if not left:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    tell_outcomes(die_in_time)
+    report_outcomes(die_in_time)
 
 
 def add_handler(
@@ -119,7 +119,7 @@ def add_handler(
     """Add a handler that reports; ``options`` are options of ``outbox.handler``.
 
     ``holds_after``: the number of runs after which each further run waits until this process leaves, so that a test
-    that kills the process, or asks it to leave, is never too late to find work under way.
+    that kills or stops the process always finds work in progress.
     """
     numbers = itertools.count(1)
 
@@ -143,33 +143,33 @@ def add_handler(
         report("done", handler=name, amount=amount)
 
 
-def stop_when_told(heard: Callable[[], object] = lambda: None) -> asyncio.Event:
-    """SIGTERM sets the event. A line on standard input is ``heard``; the end of the input, that of the test, ends this
-    process.
+def stop_on_sigterm(on_line: Callable[[], object] = lambda: None) -> asyncio.Event:
+    """Return an event that SIGTERM sets. A line on standard input calls ``on_line``; the end of the input ends this
+    process, because then the test has ended.
     """
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
 
     def read() -> None:
         if not os.read(0, 1024):
             os._exit(2)
-        heard()
+        on_line()
 
     loop.add_reader(0, read)
     loop.add_signal_handler(signal.SIGTERM, stop.set)
     return stop
 
 
-async def main(told: dict[str, Any]) -> None:
+async def main(config: dict[str, Any]) -> None:
     gate = asyncio.Event()
-    stop = stop_when_told(gate.set)
-    settings = Settings.load(told["settings"], environ=None)
+    stop = stop_on_sigterm(gate.set)
+    settings = Settings.load(config["settings"], environ=None)
     async with AsyncExitStack() as stack:
-        url = told["database"]
-        source = await stack.enter_async_context(acts_on(url).pool()) if told["given_pool"] else url
+        url = config["database"]
+        source = await stack.enter_async_context(actions_on(url).pool()) if config["given_pool"] else url
         outbox = await stack.enter_async_context(Outbox(source, namespace="app", settings=settings))
-        for handler in told["handlers"]:
+        for handler in config["handlers"]:
             add_handler(outbox, gate, **handler)
-        async with outbox.running(**told["roles"]):
+        async with outbox.running(**config["roles"]):
             report("running")
             await stop.wait()
     report("left")

@@ -1,4 +1,4 @@
-"""An Alembic project as an application has it: made by ``alembic init``, with the changes that a reader would make."""
+"""An Alembic project: created by ``alembic init``, with the changes that the documentation describes."""
 
 from __future__ import annotations
 
@@ -21,13 +21,11 @@ sa.Table("orders", target_metadata, sa.Column("id", sa.Integer, primary_key=True
 
 
 def project(folder: Path, url: str, *, template: str = "async", configure: str = "") -> Config:
-    """A project for the database. ``configure``: further arguments of ``context.configure``, as text."""
+    """Create a project for the database. ``configure``: more arguments of ``context.configure``, as text."""
     config = Config(folder / "alembic.ini", stdout=io.StringIO(), output_buffer=io.StringIO())
     command.init(config, str(folder / "migrations"), template=template)
     ini = folder / "alembic.ini"
-    ini.write_text(
-        ini.read_text().replace("prepend_sys_path = .", "")
-    )  # the import path of the test run stays as it is
+    ini.write_text(ini.read_text().replace("prepend_sys_path = .", ""))  # do not change the import path of the test run
     scheme = mysql.scheme_of(url)
     driver = (ASYNC_DRIVERS if template == "async" else SYNC_DRIVERS)[scheme]
     given = f"{scheme}+{driver}:{url.split(':', 1)[1]}"
@@ -35,13 +33,13 @@ def project(folder: Path, url: str, *, template: str = "async", configure: str =
     env = folder / "migrations" / "env.py"
     text = env.read_text().replace("target_metadata = None", MODELS)
     text = text.replace("target_metadata=target_metadata", f"target_metadata=target_metadata{configure}")
-    # Logging of the test run stays as it is.
+    # Do not configure the logging of the test run.
     env.write_text(text.replace("fileConfig(config.config_file_name)", "pass"))
     return config
 
 
 def add_revision(config: Config, name: str, upgrade: str) -> None:
-    """A revision with this statement, as a person writes it."""
+    """Add a hand-written revision with this statement."""
     script = command.revision(config, rev_id=name, message=name)
     path = Path(script.path)  # type: ignore[union-attr]
     imports = "from alembic import op\nfrom outboxio.integrations import alembic as outboxio\n"

@@ -14,7 +14,7 @@ from uuid import UUID, uuid4
 
 from outboxio import Action, Event, EventEnvelope, Outbox, Transaction
 from tests.kit import mysql, postgres
-from tests.kit.apart import apart
+from tests.kit.background_loop import in_background
 from tests.kit.sql import sql, with_percents
 
 WALLETS = "CREATE TABLE wallets (id VARCHAR(36) PRIMARY KEY, balance BIGINT NOT NULL, version INT NOT NULL DEFAULT 1)"
@@ -51,7 +51,7 @@ class Deposit(Action):
 
 
 class Emit(Action):
-    """Emits the given amounts, and writes no row of its own."""
+    """Emit the given amounts without writing any row."""
 
     amounts: tuple[int, ...]
 
@@ -77,7 +77,7 @@ _TABLES = {
 
 
 class Look:
-    """Reads and writes the tables of a database from outside, as an operator's SQL would."""
+    """Read and write the tables of a database from outside, like an operator with SQL."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -104,7 +104,7 @@ class Look:
         return f"eventlog_{name}" if self.is_file else f"eventlog.{name}"
 
     async def tables(self) -> set[str]:
-        """Every table that the application can reach, of outboxio and of the application."""
+        """All tables: those of outboxio and those of the application."""
         return {row["name"] for row in await self.fetch(_TABLES[self.driver])}
 
     async def drop_index(self, table: str, index: str) -> None:
@@ -130,7 +130,7 @@ class Look:
         return await self.fetch("SELECT * FROM {event_notifications} ORDER BY sequence, handler_name")
 
     async def states(self) -> dict[str, int]:
-        """How many notifications there are in each state."""
+        """Count the notifications in each state."""
         rows = await self.fetch("SELECT state, count(*) AS n FROM {event_notifications} GROUP BY state")
         return {row["state"]: row["n"] for row in rows}
 
@@ -141,7 +141,7 @@ class Look:
         return statement
 
     async def _in_postgres(self, statement: str, args: tuple[Any, ...]) -> list[dict[str, Any]]:
-        return await apart(postgres.fetch(self.url, statement, args))
+        return await in_background(postgres.fetch(self.url, statement, args))
 
     async def _in_mysql(self, statement: str, args: tuple[Any, ...]) -> list[dict[str, Any]]:
         async with mysql.connected(self.url) as connection:
@@ -160,7 +160,7 @@ class Look:
 
 
 class Journal:
-    """A handler that remembers its calls, and lets a test wait for the calls."""
+    """A handler that records its calls and lets a test wait for them."""
 
     def __init__(self, fails: Callable[[EventEnvelope[Any]], BaseException | None] = lambda envelope: None) -> None:
         self.envelopes: list[EventEnvelope[Any]] = []
@@ -181,7 +181,7 @@ class Journal:
         return [int(envelope.event.amount) for envelope in self.envelopes]
 
     async def calls(self, number: int, timeout: float = 60) -> None:
-        """Wait until the handler was called so often."""
+        """Wait until the handler was called this many times."""
         async with self._called, asyncio.timeout(timeout):
             await self._called.wait_for(lambda: len(self.envelopes) >= number)
 
@@ -196,13 +196,13 @@ async def hang() -> Never:
 
 
 async def turns(number: int = 5) -> None:
-    """Give the other tasks of the event loop so many turns: none of them waits for a thread or a server meanwhile."""
+    """Let the other tasks of the event loop run this many times; none of them may wait for a thread or a server."""
     for _ in range(number):
         await asyncio.sleep(0)
 
 
 async def eventually(holds: Callable[[], Any], timeout: float = 60) -> None:
-    """Wait until a condition holds, where no event announces it. ``holds`` may be async."""
+    """Poll until a condition holds that no event announces. ``holds`` may be async."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout
     while True:

@@ -1,8 +1,8 @@
-"""A course with obstacles: events with ordered keys travel through a broker into a second database.
+"""A fault test: events with ordered keys travel through a broker into a second database.
 
-Meanwhile the broker is restarted twice, the process of the relay is killed twice, the process of the inbox is killed
-twice, and messages are sent again. At the end the history of both sides is compared: each event once, and the events of
-each key in order.
+During the run the broker is restarted twice, the relay process and the inbox process are each killed twice, and
+messages are sent again. At the end the histories of both sides are compared: each event once, and the events of each
+key in order.
 """
 
 from __future__ import annotations
@@ -56,23 +56,23 @@ class Report(Struct):
 
 
 def violations(sent: Sequence[tuple[str, int]], received: Sequence[tuple[str, int]]) -> list[str]:
-    """How two histories differ: events that were lost, came twice, or came in the wrong order within a key."""
-    told: list[str] = []
+    """List lost, duplicated and misordered events of the received history."""
+    problems: list[str] = []
     expected, seen = _by_key(sent), _by_key(received)
     for key in sorted(expected.keys() | seen.keys()):
-        wanted, got = expected[key], seen[key]
-        if lost := sorted(set(wanted) - set(got)):
-            told.append(f"{key}: lost {lost[:10]}")
-        if foreign := sorted(set(got) - set(wanted)):
-            told.append(f"{key}: never sent {foreign[:10]}")
+        numbers, got = expected[key], seen[key]
+        if lost := sorted(set(numbers) - set(got)):
+            problems.append(f"{key}: lost {lost[:10]}")
+        if unknown := sorted(set(got) - set(numbers)):
+            problems.append(f"{key}: never sent {unknown[:10]}")
         if double := sorted({number for number in got if got.count(number) > 1} if len(set(got)) < len(got) else ()):
-            told.append(f"{key}: came twice {double[:10]}")
-        place = {number: at for at, number in enumerate(wanted)}
-        order = [place[number] for number in got if number in place]
+            problems.append(f"{key}: came twice {double[:10]}")
+        position = {number: at for at, number in enumerate(numbers)}
+        order = [position[number] for number in got if number in position]
         if order != sorted(order):
             at = next(i for i in range(1, len(order)) if order[i] < order[i - 1])
-            told.append(f"{key}: {got[at]} came after {got[at - 1]}")
-    return told
+            problems.append(f"{key}: {got[at]} came after {got[at - 1]}")
+    return problems
 
 
 def _by_key(history: Sequence[tuple[str, int]]) -> defaultdict[str, list[int]]:
@@ -106,7 +106,7 @@ class Course:
                 started = time.monotonic()
                 async with asyncio.timeout(self._plan.longest), asyncio.TaskGroup() as group:
                     group.create_task(self._produce())
-                    group.create_task(self._obstacles())
+                    group.create_task(self._inject_faults())
                 seconds = time.monotonic() - started
         finally:
             self._broker.stop()
@@ -114,7 +114,7 @@ class Course:
         return Report(seconds, self._steps, violations(sent, received), self._plan.sent_again)
 
     async def _produce(self) -> None:
-        """Write the events, in turn for each key."""
+        """Write the events, rotating through the keys."""
         plan, number = self._plan, 0
         async with Outbox(self._source, namespace=SENDER) as outbox:
             while number < plan.events:
@@ -124,9 +124,9 @@ class Course:
                         tx.emit(Counted(key, at // plan.keys), ordering_key=key)
                 number += TOGETHER
 
-    async def _obstacles(self) -> None:
-        """Put the obstacles up, each when a part of the events has arrived, and wait for the rest."""
-        obstacles: list[tuple[float, str, Callable[[], None]]] = [
+    async def _inject_faults(self) -> None:
+        """Inject each fault after a share of the events has arrived, then wait for the remaining events."""
+        faults: list[tuple[float, str, Callable[[], None]]] = [
             (0.10, "the relay is killed", lambda: self._again("relay")),
             (0.25, "the broker is restarted", self._broker.restart),
             (0.40, "the inbox is killed", lambda: self._again("inbox")),
@@ -134,7 +134,7 @@ class Course:
             (0.70, "the broker is restarted", self._broker.restart),
             (0.85, "the inbox is killed", lambda: self._again("inbox")),
         ]
-        for part, name, act in obstacles:
+        for part, name, act in faults:
             count = await self._arrived(int(part * self._plan.events))
             await asyncio.to_thread(act)
             self._steps.append(f"{name} at {count}")
@@ -143,7 +143,7 @@ class Course:
         await self._all_settled()
 
     async def _send_again(self) -> None:
-        """Make notifications that are done due once more: their messages come a second time."""
+        """Make finished notifications due again, so that their messages are sent a second time."""
         look = Look(self._source)
         again = self._plan.sent_again
         ids = await look.fetch(
@@ -154,7 +154,7 @@ class Course:
             "WHERE state = 'SUCCEEDED' AND event_id = ANY($1)",
             [row["id"] for row in ids],
         )
-        self._again("relay")  # which looks for due rows from the beginning
+        self._again("relay")  # which reads due rows from the start
         self._steps.append(f"{self._plan.sent_again} messages are sent again")
 
     async def _arrived(self, number: int) -> int:
@@ -165,14 +165,14 @@ class Course:
         return count
 
     async def _all_settled(self) -> None:
-        """Wait until the relay has nothing left, so that messages that are sent again have arrived too."""
+        """Wait until the relay has nothing left to send, including the repeated messages."""
         look = Look(self._source)
 
         async def settled() -> bool:
             return set(await look.states()) == {"SUCCEEDED"}
 
         await eventually(settled)
-        await asyncio.sleep(1)  # for a message that should not be stored, and no event announces its absence
+        await asyncio.sleep(1)  # time for a message that must not be stored; no event signals its absence
 
     async def _history(self, url: str) -> list[tuple[str, int]]:
         rows = await Look(url).fetch("SELECT payload FROM {events} WHERE event_type = 'Counted' ORDER BY sequence")
@@ -196,7 +196,7 @@ class Course:
             self._processes[side] = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
 
     def _again(self, side: str) -> None:
-        """Kill a process, and start another in its place."""
+        """Kill a process and start a replacement."""
         self._processes[side].kill()
         self._processes[side].wait()
         self._begin(side)

@@ -1,6 +1,6 @@
-"""Brokers as the course of ``tests/kit/broker_course.py`` takes them: each kind starts, stops, and has both sides.
+"""The kinds of brokers for ``tests/kit/broker_course.py``: each starts and stops a broker and has both sides.
 
-To add a broker, write a class as :class:`Nats`, and list the class in :data:`KINDS`.
+To add a broker, write a class like :class:`Nats` and add it to :data:`KINDS`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ NAME = "to-broker"
 
 
 class Kind(Protocol):
-    """A broker. The server lives in the process of the test, the two sides live in processes of their own."""
+    """A broker. The test manages the server; the relay and the inbox run in separate processes."""
 
     url: str
 
@@ -49,7 +49,7 @@ class Kind(Protocol):
     def restart(self) -> None: ...
 
     async def prepare(self) -> None:
-        """Make the stream, topic or queue. The broker must not remove duplicates: that is the inbox's part."""
+        """Create the stream, topic or queue. The broker must not deduplicate, because the inbox does that."""
 
     @staticmethod
     def relay(url: str, **options: Any) -> Relay:
@@ -83,7 +83,7 @@ class Rabbitmq:
 
     def __init__(self, home: Path) -> None:
         self._ends = ExitStack()
-        atexit.register(self._ends.close)  # removes the folder; a broker that is stopped keeps its messages
+        atexit.register(self._ends.close)  # removes the folder; a stopped broker keeps its messages
         self._broker = OwnRabbitmq(self._ends)
         self.url = self._broker.url
         self.start, self.stop, self.restart = self._broker.start, self._broker.stop, self._broker.restart
@@ -103,17 +103,17 @@ class Rabbitmq:
 
 
 class Redis:
-    """A stream of Redis without ids that Redis remembers, and one consumer."""
+    """A Redis stream without deduplication, and one consumer."""
 
     def __init__(self, home: Path) -> None:
         self._ends = ExitStack()
-        atexit.register(self._ends.close)  # removes the folder; a broker that is stopped keeps its messages
+        atexit.register(self._ends.close)  # removes the folder; a stopped broker keeps its messages
         self._broker = OwnRedis(self._ends)
         self.url = self._broker.url
         self.start, self.stop, self.restart = self._broker.start, self._broker.stop, self._broker.restart
 
     async def prepare(self) -> None:
-        """The inbox makes the stream."""
+        """The inbox creates the stream."""
 
     @staticmethod
     def relay(url: str, **options: Any) -> Relay:
@@ -125,7 +125,7 @@ class Redis:
 
 
 class Kafka:
-    """Tansu, whose records live as long as its process. So a stop cuts all connections, and the process goes on."""
+    """Tansu, which keeps records only in memory. So ``stop`` cuts all connections, and the process keeps running."""
 
     proxied = True
 

@@ -3,7 +3,7 @@
 The fixtures ``nats``, ``rabbitmq`` and ``redis`` (``tests/conftest.py``) give a running `Broker`. It is the broker at
 ``OUTBOXIO_TEST_<NAME>_URL`` where this variable is set, else a private broker that the session starts once. Messages
 of earlier tests may be in it, so a test names its own streams, queues and keys with `Broker.fresh_name`.
-``own_nats``, ``own_rabbitmq`` and ``own_redis`` give a private broker in any case, which the test may stop, restart
+``own_nats``, ``own_rabbitmq`` and ``own_redis`` always give a private broker, which the test may stop, restart
 and kill. A broker keeps its messages over a restart.
 
 A missing program skips the test, or fails the test if ``OUTBOXIO_TEST_REQUIRE`` names the program.
@@ -58,7 +58,7 @@ class Broker:
         return port
 
     @property
-    def url_of_a_stranger(self) -> str:
+    def url_with_wrong_password(self) -> str:
         """The URL with a wrong password."""
         return self.url.replace(f":{PASSWORD}@", ":wrong@")
 
@@ -68,7 +68,7 @@ class Broker:
 
 
 class OwnBroker(Broker, ABC):
-    """A private broker, whose messages outlive its stops.
+    """A private broker that keeps its messages when it is stopped.
 
     ``tls_url`` leads to the same broker with TLS. The certificate is for ``localhost``; ``certificate`` is its path, as
     a client needs it to trust the broker.
@@ -99,7 +99,7 @@ class OwnBroker(Broker, ABC):
         """The URL of the listener with TLS, with the host name of the certificate."""
 
     def start(self) -> None:
-        """Start, and wait until the broker answers. Nothing happens if the broker is running."""
+        """Start the broker and wait until it answers. Does nothing if it is running."""
         if self._ends is not None:
             return
         with ExitStack() as ends:
@@ -108,7 +108,7 @@ class OwnBroker(Broker, ABC):
             self._ends = ends.pop_all()
 
     def stop(self) -> None:
-        """An orderly shutdown: connections are closed, messages stay. Nothing happens if the broker is stopped."""
+        """Shut down cleanly: connections are closed, messages are kept. Does nothing if the broker is stopped."""
         if self._ends is not None:
             ends, self._ends = self._ends, None
             ends.close()
@@ -118,7 +118,7 @@ class OwnBroker(Broker, ABC):
         self.start()
 
     def kill(self) -> None:
-        """An end without a shutdown, as by a power cut of the broker's machine."""
+        """Kill the broker without a shutdown, as in a power failure."""
         assert self._ends is not None, f"{self.name} is not running"
         os.kill(self._server_process(), signal.SIGKILL)
         self.stop()
@@ -248,7 +248,7 @@ class OwnRabbitmq(OwnBroker):
     def _find(self) -> str:
         found = programs.need(self.program)
         programs.need("epmd")
-        # Debian's program on the PATH insists on the user rabbitmq and on the one node of the machine.
+        # Debian's program on the PATH requires the user rabbitmq and the machine's single node.
         real = Path("/usr/lib/rabbitmq/bin/rabbitmq-server")
         return str(real) if real.exists() else found
 
@@ -299,7 +299,7 @@ OWN: Mapping[str, type[OwnBroker]] = {kind.name: kind for kind in (OwnNats, OwnR
 
 
 class Brokers:
-    """The brokers of a test session: started when a test wants one, ended by `close`."""
+    """The brokers of a test session: started on demand, stopped by `close`."""
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
         self._environ = environ
@@ -324,7 +324,7 @@ class Brokers:
         return broker
 
     def report(self) -> Iterator[str]:
-        """A line for each broker that a test wanted."""
+        """Return one line for each broker that a test requested."""
         for name, broker in {**self._own, **self._given}.items():
             yield f"{name}: {broker.source}"
 
@@ -333,7 +333,7 @@ class Brokers:
 
 
 def _certificate(home: Path) -> tuple[Path, Path]:
-    """A certificate for ``localhost`` that nobody has signed, and its key."""
+    """Create a self-signed certificate for ``localhost`` and its key."""
     certificate, key = home / "certificate.pem", home / "key.pem"
     subprocess.run(
         [programs.need("openssl"), "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj",

@@ -100,7 +100,7 @@ ONCE = RetryPolicy(max_attempts=1)
 
 
 def open_shop(url: str, *, with_legacy: bool = False) -> Outbox:
-    """The outbox of the shop with its handlers. ``with_legacy``: also a handler that no process has any longer."""
+    """Open the outbox of the shop with its handlers. ``with_legacy``: also a handler that no process has anymore."""
     outbox = Outbox(url, namespace=NAMESPACE)
 
     @outbox.handler(OrderPlaced, name="payment", delivery="transactional")
@@ -153,7 +153,7 @@ def open_shop(url: str, *, with_legacy: bool = False) -> Outbox:
 
 
 async def fill(url: str, *, orders: int = ORDERS) -> None:
-    """Make the tables, and fill them with what a busy day leaves."""
+    """Create the tables and fill them with the rows of a busy day."""
     async with open_shop(url, with_legacy=True) as outbox:
         await outbox.migrate()
         await outbox.admin.pause("warehouse-export", actor="ada@example.org", reason="the warehouse counts its stock")
@@ -187,7 +187,7 @@ async def write_jobs(outbox: Outbox) -> None:
         "send-newsletter": ("0 8 * * 1 UTC", 30),
     }  # fmt: skip
     await table.insert(NAMESPACE, [
-        JobRow(name, schedule, "WAITING", moment := now + timedelta(hours=hours), moment)
+        JobRow(name, schedule, "WAITING", date := now + timedelta(hours=hours), date)
         for name, (schedule, hours) in schedules.items()
     ])  # fmt: skip
     ends = {
@@ -210,20 +210,20 @@ async def write_jobs(outbox: Outbox) -> None:
 
 
 async def spread(outbox: Outbox, url: str) -> None:
-    """Move the ends of the dead rows into the last 20 hours."""
+    """Spread the completion dates of the dead rows over the last 20 hours."""
     look, now = Look(url), clock_of(outbox)()
     dead = [row.id for row in await outbox.admin.list(state="DEAD", limit=1000)]
     chance = random.Random(1)
     for id in dead:
-        moment = now - timedelta(minutes=chance.expovariate(1 / 150.0) % 1200)
+        date = now - timedelta(minutes=chance.expovariate(1 / 150.0) % 1200)
         await look.fetch(
-            f"UPDATE {{event_notifications}} SET updated_date = '{moment:%Y-%m-%d %H:%M:%S.%f}' WHERE id = $1",
+            f"UPDATE {{event_notifications}} SET updated_date = '{date:%Y-%m-%d %H:%M:%S.%f}' WHERE id = $1",
             look.id(id),
         )
 
 
 async def write_minutes(outbox: Outbox) -> None:
-    """A day of runs: a calm night, a busy noon, and a fault of one handler since two hours."""
+    """Write a day of runs: a quiet night, a busy noon, and one handler that has been failing for two hours."""
     now = clock_of(outbox)().replace(second=0, microsecond=0)
     chance = random.Random(2)
     rates = {"payment": 38, "receipt": 38, "search-index": 38, "invoice-pdf": 31, "ledger": 36, "crm-sync": 33,

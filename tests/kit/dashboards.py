@@ -13,7 +13,7 @@ import httpx
 from msgspec.structs import replace
 
 from outboxio.dashboard import app as app_module
-from outboxio.dashboard import asked, lists
+from outboxio.dashboard import lists, page_request
 
 BASE = "http://outbox.test"
 FORM = {"content-type": "application/x-www-form-urlencoded"}
@@ -25,14 +25,14 @@ PATIENCE = 60.0
 
 @contextmanager
 def patient_pages() -> Iterator[None]:
-    """Let each dashboard that the block makes wait for a minute, where pages otherwise give up after 1 to 6 s.
+    """Raise the page timeout of each dashboard created in the block to a minute, from 1 to 6 s.
 
     A machine that is busy, or that stops the process for some seconds, is not a database that does not answer.
     """
     pages = [replace(route, patience=PATIENCE) for route in app_module.PAGES]
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(app_module, "PAGES", pages))
-        for module in (asked, lists, import_module("outboxio.dashboard.pages.overview")):
+        for module in (page_request, lists, import_module("outboxio.dashboard.pages.overview")):
             stack.enter_context(mock.patch.object(module, "PATIENCE", PATIENCE))
         event = import_module("outboxio.dashboard.pages.events")
         stack.enter_context(mock.patch.object(event, "TREE_PATIENCE", PATIENCE))
@@ -50,7 +50,7 @@ async def browser(app: Any, *, root_path: str = "", **options: Any) -> AsyncGene
 async def send_form(
     client: httpx.AsyncClient, path: str, fields: Mapping[str, str | Sequence[str]] | None = None, *, page: str = "/"
 ) -> httpx.Response:
-    """Send a form to a path, with the token of the cookie. ``page``: where the form stands."""
+    """Send a form to a path, with the token of the cookie. ``page``: the page with the form."""
     if "outboxio_csrf" not in client.cookies:
         await client.get(page)
     data = {"csrf": client.cookies["outboxio_csrf"], "back": "/", **(fields or {})}
@@ -60,5 +60,5 @@ async def send_form(
 def token_of(page: str) -> str:
     """The token in the first form of a page."""
     found = _TOKEN.search(page)
-    assert found is not None, "the page has no form that orders"
+    assert found is not None, "the page has no form with a token"
     return found[1]

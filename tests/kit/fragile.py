@@ -1,4 +1,4 @@
-"""Databases that break, or that arrive late, when a test says so."""
+"""Databases that a test can break, or make available late."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from tests.kit.proxy import Proxy, proxy_to
 
 
 class Fragile:
-    """A database that breaks, or arrives, when told to."""
+    """A database that a test can break or make available."""
 
     def __init__(self, source: Any) -> None:
         self.source = source
 
     async def breaks(self) -> None: ...
-    async def is_mended(self) -> None: ...
+    async def recovers(self) -> None: ...
     async def arrives(self) -> None: ...
 
 
 @asynccontextmanager
 async def breakable(url: str) -> AsyncGenerator[Fragile]:
-    """A server that can go down, or an SQLite file that a foreign process can lock."""
+    """A server that can go down, or an SQLite file that another process can lock."""
     if urlsplit(url).scheme == "sqlite":
         other = sqlite3.connect(urlsplit(url).path[1:], isolation_level=None, timeout=5)
         database = Fragile(url)
@@ -36,7 +36,7 @@ async def breakable(url: str) -> AsyncGenerator[Fragile]:
         async def unlock() -> None:
             other.execute("ROLLBACK")
 
-        database.breaks, database.is_mended = lock, unlock  # type: ignore[method-assign]
+        database.breaks, database.recovers = lock, unlock  # type: ignore[method-assign]
         try:
             yield database
         finally:
@@ -44,13 +44,13 @@ async def breakable(url: str) -> AsyncGenerator[Fragile]:
         return
     async with proxy_to(url) as proxy:
         database = Fragile(proxy.url)
-        database.breaks, database.is_mended = proxy.stop, proxy.start  # type: ignore[method-assign]
+        database.breaks, database.recovers = proxy.stop, proxy.start  # type: ignore[method-assign]
         yield database
 
 
 @asynccontextmanager
 async def late(url: str, folder: Path) -> AsyncGenerator[Fragile]:
-    """A server that is not there yet; an SQLite file in a folder that is not there yet."""
+    """A server that is not running yet, or an SQLite file in a folder that does not exist yet."""
     if urlsplit(url).scheme == "sqlite":
         path = Path(urlsplit(url).path[1:])
         database = Fragile(f"sqlite:///{folder / 'later' / path.name}")

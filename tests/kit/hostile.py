@@ -1,4 +1,4 @@
-"""Exceptions that raise when code asks for their class, text, notes, cause or fields.
+"""Exceptions that raise when code reads their class, text, notes, cause or fields.
 
 Each exception is created fresh, because raising leaves traces on an exception.
 """
@@ -112,7 +112,7 @@ def changed(**attributes: Any) -> RetryAfter:
 
 
 class Moment(datetime.datetime):
-    """A missing moment, as a library for tables has it."""
+    """A missing timestamp, like ``NaT`` of pandas."""
 
     def __getattribute__(self, name: str) -> Any:
         return float("nan") if name in ("year", "month", "day") else super().__getattribute__(name)
@@ -154,7 +154,7 @@ HOSTILE = (*DESCRIBED_BADLY, *RETRIED_BADLY)
 
 
 def name_of(make: Callable[[], BaseException]) -> str:
-    """For the name of a test."""
+    """The test id of a value."""
     return "NoName" if make is NoName else getattr(make, "__name__", "odd").strip("<>")
 
 

@@ -1,4 +1,4 @@
-"""The measure of the house: the lines of files, classes and functions, and the attributes of classes.
+"""Measure the source: the lines of files, classes and functions, and the attributes of classes.
 
 ``python -m tests.kit.house`` prints the table of ``tests/unit/test_house.py`` as it is now; ``--write`` writes it
 there.
@@ -10,8 +10,8 @@ import ast
 from collections.abc import Iterator
 from functools import cache
 
+from tests.kit.file_tables import named, show_table
 from tests.kit.sources import ROOT, modules, text_of, tree_of
-from tests.kit.words import named, show_table
 
 LIMITS = {"file lines": 450, "class lines": 300, "class attributes": 20, "function lines": 50}
 

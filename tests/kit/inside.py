@@ -61,7 +61,7 @@ def is_running(outbox: Outbox, shard: str = "default") -> bool:
 
 
 def run_of(outbox: Outbox, shard: str = "default") -> Any:
-    """The present shard run: the loops and the parts that they drive."""
+    """The current shard run: the loops and their components."""
     run = shard_of(outbox, shard).work
     assert run is not None, "the outbox is not running"
     return run
@@ -73,7 +73,7 @@ def locks_of(outbox: Outbox, shard: str = "default") -> Any:
 
 
 def seen_owners_of(outbox: Outbox, shard: str = "default") -> set[str]:
-    """The owners of partitions, as the process has last read them."""
+    """The owners of partitions, as last read by the process."""
     return {lease.owner for lease in run_of(outbox, shard).membership._share._cluster.leases.values()}
 
 
@@ -82,9 +82,9 @@ def lock_sessions_of(outbox: Outbox, shard: str = "default") -> list[Any]:
     return [session for session in outbox._locks[shard].sessions._members if session.is_open]
 
 
-def lines_of(outbox: Outbox, shard: str = "default") -> list[str]:
-    """The keys that tasks of this process hold or want."""
-    return [name.handler_name for name in outbox._locks[shard].lines._lines]
+def locked_keys_of(outbox: Outbox, shard: str = "default") -> list[str]:
+    """The keys that tasks of this process hold or wait for."""
+    return [name.handler_name for name in outbox._locks[shard].queues._queues]
 
 
 def connection_of(lock: KeyedLock) -> Any:
@@ -124,34 +124,34 @@ def poison_guard_of(outbox: Outbox, shard: str = "default") -> Any:
     return dispatcher_of(outbox, shard)._core.guard
 
 
-def tell_lock_changes(taken: Callable[[LockName, Lease], None], lost: Callable[[LockName], None]) -> None:
+def report_lock_changes(taken: Callable[[LockName, Lease], None], lost: Callable[[LockName], None]) -> None:
     """Have every shard run of this process call ``taken`` and ``lost`` before it acts on a change of its locks."""
     lock_taken, lock_lost = ShardRun.lock_taken, ShardRun.lock_lost
 
-    def tell_taken(self: ShardRun, name: LockName, lease: Lease) -> None:
+    def report_taken(self: ShardRun, name: LockName, lease: Lease) -> None:
         taken(name, lease)
         lock_taken(self, name, lease)
 
-    def tell_lost(self: ShardRun, name: LockName) -> None:
+    def report_lost(self: ShardRun, name: LockName) -> None:
         lost(name)
         lock_lost(self, name)
 
-    ShardRun.lock_taken, ShardRun.lock_lost = tell_taken, tell_lost  # type: ignore[method-assign]
+    ShardRun.lock_taken, ShardRun.lock_lost = report_taken, report_lost  # type: ignore[method-assign]
 
 
-def tell_outcomes(ended: Callable[[Outcome], None]) -> None:
+def report_outcomes(ended: Callable[[Outcome], None]) -> None:
     """Have every settler of this process call ``ended`` with each outcome, before the settler keeps the outcome."""
     add = Settler.add
 
-    def tell(self: Settler, outcome: Outcome) -> None:
+    def report(self: Settler, outcome: Outcome) -> None:
         ended(outcome)
         add(self, outcome)
 
-    Settler.add = tell  # type: ignore[method-assign]
+    Settler.add = report  # type: ignore[method-assign]
 
 
 async def fresh_overview(outbox: Outbox) -> Overview:
-    """``outbox.admin.overview()``, read anew, with a complete check of the tables."""
+    """``outbox.admin.overview()`` without a cache, with a complete check of the tables."""
     reader = outbox._health.overviews
     reader._read_at = float("-inf")
     for collector in reader.collectors.values():

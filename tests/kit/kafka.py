@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Kafka:
-    """The address of a broker, and what a test does to the broker. ``idempotent``: knows idempotent producers."""
+    """The address of a broker, and what a test does to the broker. ``idempotent``: supports idempotent producers."""
 
     def __init__(
         self, servers: str, process: subprocess.Popen[bytes], *, idempotent: bool, proxy: Proxy | None
@@ -51,7 +51,7 @@ class Kafka:
         return name
 
     def freeze(self) -> None:
-        """The broker answers nobody, and its connections stay open."""
+        """Stop answering, with all connections open."""
         self._process.send_signal(signal.SIGSTOP)
         os.waitpid(self._process.pid, os.WUNTRACED)  # the signal stops a busy process some time after the call
 
@@ -59,7 +59,7 @@ class Kafka:
         self._process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        """The end of the broker, and of its records."""
+        """Kill the broker, which loses its records."""
         self._process.kill()
         self._process.wait(30)
 

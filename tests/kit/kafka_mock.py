@@ -1,4 +1,4 @@
-"""A mock cluster of librdkafka as a process: prints the addresses of its brokers, and lives as long as its input."""
+"""A mock cluster of librdkafka as a process: prints the addresses of its brokers, and runs until its input ends."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from outboxio import KeyedLock
 from outboxio.model.lock_name import LockName
 from tests.kit.inside import connection_of
-from tests.kit.server_acts import acts_on
+from tests.kit.server_actions import actions_on
 
 
 async def end_session(url: str, lock: KeyedLock) -> None:
@@ -19,4 +19,4 @@ async def end_session(url: str, lock: KeyedLock) -> None:
         return
     connection = connection_of(lock)
     number = connection.get_server_pid() if hasattr(connection, "get_server_pid") else connection.thread_id()
-    await acts_on(url).end([number])
+    await actions_on(url).end([number])

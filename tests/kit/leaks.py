@@ -1,4 +1,4 @@
-"""Finds the tasks, connections and locks that a stay in ``running()`` left behind."""
+"""Find tasks, connections and locks that are left over after ``running()``."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from tests.kit.app import Look, eventually
-from tests.kit.server_acts import acts_on
+from tests.kit.server_actions import actions_on
 
 
 class Leaks:
-    """Compares the present state with the state at construction. Construct it before entering ``running()``."""
+    """Compare the current state with the state at construction. Construct it before entering ``running()``."""
 
     def __init__(self, url: str) -> None:
         self._path = Path(urlsplit(url).path[1:]) if Look(url).is_file else None
-        self._acts = acts_on(url)
+        self._acts = actions_on(url)
         self._tasks = asyncio.all_tasks()
 
     async def nothing_is_left(self, connections: int = 0) -> None:
-        """No task, no lock, and no connection but so many that the application's pool may keep."""
+        """Assert that no task, lock or connection is left, except for those that the application's pool may keep."""
         # A wake-up that a commit has just caused is sent from a task that ends with the burst.
         await eventually(lambda: not [t for t in asyncio.all_tasks() if t.get_name() == "outboxio notifier"])
         left = asyncio.all_tasks() - self._tasks - {asyncio.current_task()}
@@ -28,7 +28,7 @@ class Leaks:
         if self._path is not None:
             assert self._open_files("test.db.locks") == [], "a cluster lock is left"
             return
-        # The server learns a moment later that a connection is closed.
+        # The server detects a closed connection a little later.
         try:
             await eventually(lambda: self._sessions_are_gone(connections))
         except AssertionError:
@@ -43,7 +43,7 @@ class Leaks:
             try:
                 targets.append(os.readlink(descriptor))
             except OSError:
-                continue  # closed meanwhile
+                continue  # closed in the meantime
         return [target for target in targets if Path(target).parent.name == folder and self._is_here(target)]
 
     def _is_here(self, target: str) -> bool:

@@ -19,9 +19,8 @@ LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 RUN = "the run"
 """Stands for the fields of ``Run.log_fields``."""
 
-_TELLER = {"say": "INFO", "warn": "WARNING", "fail": "ERROR"}
-_METHODS = {"log", *map(str.lower, LEVELS), *_TELLER}
-_MACHINERY = ("outboxio/support/log.py", "outboxio/loops/flood.py", "outboxio/cli/logs.py")
+_METHODS = {"log", *map(str.lower, LEVELS)}
+_MACHINERY = ("outboxio/support/log.py", "outboxio/loops/log_limiter.py", "outboxio/cli/logs.py")
 """The modules that pass messages on."""
 _OF_CLI = {("outboxio.worker", "INFO", "%s %s: %s", ("handler", "job", "shard"))}
 _KNOWN = {"asdict(done)": {"fanned_out", "succeeded", "failed", "expired", "dead"}}
@@ -67,15 +66,15 @@ class _Module:
             levels, text = {method.attr.upper()}, call.args[0]
         elif receiver == "logger" and method.attr == "log":
             levels, text = self._levels(call.args[0], function), call.args[1]
-        elif receiver == "flood" and method.attr == "log":
+        elif receiver == "limiter" and method.attr == "log":
             levels, text = self._levels(call.args[1], function), call.args[2]
-        elif receiver == "tell" and method.attr in _TELLER:
-            logger, levels, text = "outboxio.worker", {_TELLER[method.attr]}, call.args[0]
+        elif receiver in ("reporter", "report") and method.attr.upper() in LEVELS:
+            logger, levels, text = "outboxio.worker", {method.attr.upper()}, call.args[0]
         else:
             return
         where = f"{self._name}:{call.lineno}"
-        assert isinstance(text, ast.Constant), f"{where}: the message is no constant"
-        assert isinstance(text.value, str), f"{where}: the message is no text"
+        assert isinstance(text, ast.Constant), f"{where}: the message is not a constant"
+        assert isinstance(text.value, str), f"{where}: the message is not text"
         assert levels, f"{where}: no level"
         fields = set[str]()
         for keyword in call.keywords:

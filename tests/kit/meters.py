@@ -1,4 +1,4 @@
-"""How many rows of indexes and tables an answer reads, by the means of each dialect."""
+"""Count the index and table rows that a query reads, with the tools of each dialect."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from outboxio.storage.mysql.connection import fetch
 from tests.kit.app import Look
 
 Meter = Callable[[Callable[[], Awaitable[Any]]], Awaitable[tuple[Any, int]]]
-"""Gives the answer, and the rows of indexes and tables that were read; on SQLite, the steps of the virtual machine."""
+"""The result of a query and the number of rows read; on SQLite, the steps of the virtual machine."""
 
 
 def meter(database: Any, look: Look) -> Meter:
-    """The meter of the dialect, for questions on the connection of operators."""
+    """Return the meter of the dialect, for queries on the connection of operators."""
     if look.is_file:
         return _steps(database)
     return _handler_reads(database._admin) if look.driver == "aiomysql" else _plans_or_statistics(database._admin, look)
@@ -30,19 +30,19 @@ SET auto_explain.log_format = 'json'; SET auto_explain.log_level = 'notice'
 
 
 class Plans:
-    """The plans of all statements on a connection of PostgreSQL, with the rows that were really read."""
+    """The plans of all statements on a connection of PostgreSQL, with the rows that were actually read."""
 
     def __init__(self) -> None:
         self.rows = 0
         self.scanned: set[str] = set()
         """The tables that were read without an index."""
 
-    def heed(self, connection: Any, message: Any) -> None:
+    def record(self, connection: Any, message: Any) -> None:
         _, found, text = message.message.partition("plan:\n")
         if found:
-            self._heed(json.loads(text)["Plan"])
+            self._record(json.loads(text)["Plan"])
 
-    def _heed(self, node: dict[str, Any]) -> None:
+    def _record(self, node: dict[str, Any]) -> None:
         if (
             node.get("Relation Name") in ("events", "event_notifications", "handler_minutes")
             and "Scan" in node["Node Type"]
@@ -52,17 +52,17 @@ class Plans:
             if not node["Node Type"].startswith("Index"):
                 self.scanned.add(node["Relation Name"])
         for child in node.get("Plans", ()):
-            self._heed(child)
+            self._record(child)
 
 
 def _plans_or_statistics(on: Any, look: Look) -> Meter:
-    """By the plans; by the statistics of the indexes where the module auto_explain is not installed."""
+    """Count by the plans, or by the index statistics if the module auto_explain is not installed."""
 
-    async def measured(ask: Callable[[], Awaitable[Any]]) -> tuple[Any, int]:
+    async def measured(query: Callable[[], Awaitable[Any]]) -> tuple[Any, int]:
         try:
-            return await _explained(on)(ask)
+            return await _explained(on)(query)
         except asyncpg.UndefinedFileError:
-            return await _index_reads(on, look)(ask)
+            return await _index_reads(on, look)(query)
 
     return measured
 
@@ -80,25 +80,25 @@ def _index_reads(on: Any, look: Look) -> Meter:
         await on.fetch("SELECT 1")
         return int(await look.value(READS))
 
-    async def measured(ask: Callable[[], Awaitable[Any]]) -> tuple[Any, int]:
+    async def measured(query: Callable[[], Awaitable[Any]]) -> tuple[Any, int]:
         before = await reads()
-        answer = await ask()
+        answer = await query()
         return answer, await reads() - before
 
     return measured
 
 
 def _explained(on: Any) -> Meter:
-    async def measured(ask: Callable[[], Awaitable[Any]]) -> tuple[Any, int]:
+    async def measured(query: Callable[[], Awaitable[Any]]) -> tuple[Any, int]:
         plans = Plans()
         async with on.opened() as connection:
             await connection.execute(EXPLAINING)
-            connection.add_log_listener(plans.heed)
+            connection.add_log_listener(plans.record)
         try:
-            answer = await ask()
+            answer = await query()
         finally:
             async with on.opened() as connection:
-                connection.remove_log_listener(plans.heed)
+                connection.remove_log_listener(plans.record)
                 await connection.execute("SET auto_explain.log_min_duration = -1")
         assert not plans.scanned, plans.scanned
         return answer, plans.rows
@@ -111,11 +111,11 @@ def _handler_reads(on: Any) -> Meter:
         show = "SHOW SESSION STATUS LIKE 'Handler\\_read\\_%'"
         return sum(int(value) for _, value in await on.use(lambda connection: fetch(connection, show)))
 
-    async def measured(ask: Callable[[], Awaitable[Any]]) -> tuple[Any, int]:
-        asking = -await reads() + await reads()
+    async def measured(query: Callable[[], Awaitable[Any]]) -> tuple[Any, int]:
+        overhead = -await reads() + await reads()
         before = await reads()
-        answer = await ask()
-        return answer, await reads() - before - asking
+        answer = await query()
+        return answer, await reads() - before - overhead
 
     return measured
 
@@ -123,7 +123,7 @@ def _handler_reads(on: Any) -> Meter:
 def _steps(database: Any) -> Meter:
     connections = database._connections
 
-    async def measured(ask: Callable[[], Awaitable[Any]]) -> tuple[Any, int]:
+    async def measured(query: Callable[[], Awaitable[Any]]) -> tuple[Any, int]:
         steps = [0]
 
         def count() -> int:
@@ -133,7 +133,7 @@ def _steps(database: Any) -> Meter:
         for connection in (connections._inspector, connections.writer):
             await connection.submit(lambda sqlite: sqlite.set_progress_handler(count, 100))
         try:
-            answer = await ask()
+            answer = await query()
         finally:
             for connection in (connections._inspector, connections.writer):
                 await connection.submit(lambda sqlite: sqlite.set_progress_handler(None, 0))

@@ -1,6 +1,6 @@
-"""The fate of events and notifications in plain Python, to compare the databases with.
+"""A model of events and notifications in plain Python, to compare the databases with.
 
-The model knows a process that drains from time to time, an operator, and a clock that stands still in between. The
+The model knows a process that drains from time to time, an operator, and a clock that is frozen in between. The
 model has no queries, locks, batches or memory between two steps: every rule is written once, as the documentation
 states the rule.
 """
@@ -27,7 +27,7 @@ COUNTED = timedelta(minutes=10)
 
 @dataclass(frozen=True)
 class Role:
-    """A handler of the application, whatever its present name."""
+    """A handler of the application, independent of its current name."""
 
     name: str
     types: tuple[str, ...] = ()
@@ -49,7 +49,7 @@ ROLES = {
     for role in (
         Role("mail", ("Opened",)),
         Role("audit", ("Opened", "Closed"), max_attempts=2, hook=True),
-        # The key never expires alone: the dispatcher decides from when its BLOCKED rows count their retention.
+        # The key never expires by itself: the dispatcher decides when the retention of its BLOCKED rows starts.
         Role("ledger", ("Opened", "Closed"), ordered=True, retention=timedelta(days=36_500)),
         Role("stock", ("Closed",), delivery="transactional"),
         Role("once", ("Opened",), delivery="at_most_once"),
@@ -70,14 +70,14 @@ class Fact:
     event_date: datetime
     available_at: datetime
     fate: str
-    """How handlers fare with it."""
+    """The result of its handlers."""
     victims: frozenset[str]
-    """Which of them; the others always succeed."""
+    """The handlers that have this result; the others always succeed."""
 
 
 @dataclass(frozen=True)
 class Deployed:
-    """The present name of a handler in the application, and its former names."""
+    """The current name of a handler in the application, and its former names."""
 
     name: str
     aliases: frozenset[str] = frozenset()
@@ -278,10 +278,10 @@ class Model:
             change(row)  # type: ignore[operator]
         return len(chosen)
 
-    # --- questions -----------------------------------------------------------------------------
+    # --- queries -------------------------------------------------------------------------------
 
     def names(self, name: str) -> set[str]:
-        """All names of the handler with this name, as far as this version or the table knows."""
+        """All names of the handler with this name, known to this version or the table."""
         subscribed = self.subscriptions.get(name)
         names = {name} | (set() if subscribed is None else set(subscribed.aliases))
         return names.union(*(deployed.names for deployed in self.deployed.values() if name in deployed.names))
@@ -312,12 +312,12 @@ class Model:
         }
 
     def snapshot(self) -> Model:
-        """The present rows."""
+        """The current rows."""
         return replace(self, owed={at: replace(row) for at, row in self.owed.items()})
 
 
 def fate_of(role: str, fact: Fact, attempt: int, now: datetime) -> str:
-    """The end of a run; the handlers of the test and the model both follow it."""
+    """The result of a run, shared by the handlers of the test and the model."""
     if role not in fact.victims:
         return "fine"
     if fact.fate == "fails twice":

@@ -12,7 +12,7 @@ import aiomysql
 
 try:
     from asyncmy.errors import MySQLError as AsyncmyError
-except ImportError:  # no extra has asyncmy, so the check of the lowest versions is without it
+except ImportError:  # no extra includes asyncmy, so it is missing in the check of the lowest versions
     AsyncmyError = aiomysql.MySQLError
 
 #: The errors of the driver that outboxio uses, and of asyncmy in an engine.
@@ -29,7 +29,7 @@ def scheme_of(url: str) -> str:
 def address(url: str) -> dict[str, Any]:
     """The arguments of ``aiomysql.connect`` and ``aiomysql.create_pool`` for a URL."""
     parts = urlsplit(url)
-    told = {
+    options = {
         "host": parts.hostname,
         "port": parts.port,
         "user": parts.username and unquote(parts.username),
@@ -38,7 +38,7 @@ def address(url: str) -> dict[str, Any]:
         "unix_socket": parse_qs(parts.query).get("unix_socket", [None])[0],
         "charset": "utf8mb4",
     }
-    return {name: value for name, value in told.items() if value}
+    return {name: value for name, value in options.items() if value}
 
 
 def pool(url: str, **options: Any) -> Any:
@@ -67,7 +67,7 @@ async def fetch(connection: aiomysql.Connection, sql: str, args: tuple[Any, ...]
 
 
 class _Unwarned(aiomysql.DictCursor):
-    """Asks no server for warnings, which the driver would turn into Python's warnings."""
+    """A cursor that does not fetch warnings, which the driver would turn into Python warnings."""
 
     async def _show_warnings(self, connection: aiomysql.Connection) -> None:
         pass
@@ -83,7 +83,7 @@ async def sessions(connection: aiomysql.Connection) -> list[dict[str, Any]]:
 
 async def waiting_for_rows(connection: aiomysql.Connection) -> set[int]:
     """The ``Id`` of the sessions that wait for a lock of InnoDB."""
-    await asyncio.sleep(0.11)  # a client that asks more often than every 0.1 s gets the first answer for ever
+    await asyncio.sleep(0.11)  # a client that queries more often than every 0.1 s always gets the first answer
     rows = await fetch(
         connection,
         "SELECT trx_mysql_thread_id AS Id FROM information_schema.INNODB_TRX WHERE trx_state = 'LOCK WAIT'",
@@ -104,7 +104,7 @@ async def kill(connection: aiomysql.Connection, session: int) -> None:
 
 
 async def run_all(connection: aiomysql.Connection, script: str) -> None:
-    """Run all statements of a text, on a connection with ``MULTI_STATEMENTS``, and pass over their warnings."""
+    """Run all statements of a text on a connection with ``MULTI_STATEMENTS``, and ignore warnings."""
     async with connection.cursor(_Unwarned) as cursor:
         await cursor.execute(script)
         while await cursor.nextset():

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import aiomysql
 
 from tests.kit import mysql
-from tests.kit.apart import migrate, run_apart
+from tests.kit.background_loop import migrate, run_in_background
 
 T = TypeVar("T")
 
@@ -34,7 +34,7 @@ async def drop(connection: aiomysql.Connection, *names: str) -> None:
 
 
 async def _end_sessions(connection: aiomysql.Connection, databases: tuple[str, ...]) -> None:
-    # A transaction that a test left open would hold up the drop for ever.
+    # A transaction that a test left open would block the drop indefinitely.
     for session in await mysql.sessions(connection):
         if session["db"] in databases:
             await mysql.kill(connection, session["Id"])
@@ -55,30 +55,30 @@ class Databases:
         """The URL of a new database on a server without ``eventlog``."""
         name = self._name()
         if self._kept.pop(EVENTLOG, None):
-            run_apart(self._drop(EVENTLOG))
-        run_apart(self._create(name, ""))
+            run_in_background(self._drop(EVENTLOG))
+        run_in_background(self._create(name, ""))
         yield self._url_of(name)
-        run_apart(self._drop(name, EVENTLOG))
+        run_in_background(self._drop(name, EVENTLOG))
 
     @contextmanager
     def migrated(self, tables: str) -> Iterator[str]:
         """The URL of a database with further ``tables``, on a server with outboxio's tables, all without rows."""
-        database = self._kept.pop(tables, None) or run_apart(self._create(self._name(), tables))
+        database = self._kept.pop(tables, None) or run_in_background(self._create(self._name(), tables))
         url = self._url_of(database.name)
-        eventlog = self._kept.pop(EVENTLOG, None) or run_apart(self._migrate(url))
+        eventlog = self._kept.pop(EVENTLOG, None) or run_in_background(self._migrate(url))
         yield url
-        run_apart(self._end_sessions(database.name))
+        run_in_background(self._end_sessions(database.name))
         for key, used in ((tables, database), (EVENTLOG, eventlog)):
-            if run_apart(self._restore(used)):
+            if run_in_background(self._restore(used)):
                 self._kept[key] = used
             else:
-                run_apart(self._drop(used.name))
+                run_in_background(self._drop(used.name))
 
     def close(self) -> None:
         with suppress(*ERRORS):  # the server may have ended
-            run_apart(self._drop(*(database.name for database in self._kept.values())))
+            run_in_background(self._drop(*(database.name for database in self._kept.values())))
         self._kept.clear()
-        run_apart(self._close())
+        run_in_background(self._close())
 
     def _url_of(self, name: str) -> str:
         return urlsplit(self._url)._replace(path=f"/{name}").geturl()

@@ -27,7 +27,7 @@ class Other(Event):
 
 
 async def is_subscribed(client: Client) -> None:
-    """Wait until the server knows the subscriptions of a client.
+    """Wait until the server has registered the subscriptions of a client.
 
     The client writes the PING of a ``flush()`` at once, before the commands that are pending: only the second PING
     follows the subscriptions.

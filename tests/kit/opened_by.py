@@ -84,7 +84,7 @@ def _over_psycopg(url: str) -> str:
 
 
 def use() -> None:
-    """Open outboxes by engines, or over psycopg, from now on, if the environment says so."""
+    """Open outboxes through engines or over psycopg from now on, if the environment requests it."""
     if OVER_PSYCOPG:
         import psycopg  # noqa: F401  # like SQLAlchemy below
 

@@ -1,4 +1,4 @@
-"""Three events that follow each other, and an action that begins the chain."""
+"""Three chained events, and the action that starts the chain."""
 
 from __future__ import annotations
 

@@ -18,19 +18,19 @@ from itertools import count
 from msgspec import Struct
 
 from outboxio.model.lock_name import Slot
-from outboxio.runtime.partition_share import REST_AFTER_SURPLUS, PartitionShare, Plan
+from outboxio.runtime.partition_share import SURPLUS_GRACE, PartitionShare, Plan
 from outboxio.storage.protocols import Instance, PartitionCount, SeenLease
 
 HEARTBEAT = 5.0
-SILENCE = 1.8 * HEARTBEAT  # after which the server ends the session of a frozen process
+SILENCE = 1.8 * HEARTBEAT  # after which the server closes the session of a frozen process
 ROUND = 0.2
-VIEW_EVERY = 0.5  # between two views of a process that has its share, at most
+VIEW_EVERY = 0.5  # the longest time between two views of a process that has its share
 QUIET = 30.0  # the seconds without a move at the end of a run
 START = datetime(2026, 1, 1)
 
-#: The seconds in which real processes share slots evenly, for ``eventually``. A process that stood still for a second,
-#: while slots were free for the process, finds the slots taken, and gets the slots only after this rest.
-SHARED_WITHIN = REST_AFTER_SURPLUS + 20
+#: The seconds in which real processes share slots evenly, for ``eventually``. A process that was blocked for a second,
+#: while slots were free for the process, finds them taken, and gets them only after this time.
+SHARED_WITHIN = SURPLUS_GRACE + 20
 
 
 class Conditions(Struct, frozen=True):
@@ -59,9 +59,9 @@ class Process:
         self.halted: set[Slot] = set()
         self.idle_at: dict[Slot, float] = {}
         self.state = "running"
-        self.sick_until = 0.0
+        self.stalled_until = 0.0
         self.lost_session = False
-        self._heeded_at = self._wrote_at = float("-inf")
+        self._applied_at = self._wrote_at = float("-inf")
         self._number = count(1)
         self._look_turn = self._round_turn = 0
         self._is_looking = self._look_again = self._is_moving = False
@@ -69,10 +69,10 @@ class Process:
 
     @property
     def is_member(self) -> bool:
-        return self.state == "running" and self.world.now >= self.sick_until
+        return self.state == "running" and self.world.now >= self.stalled_until
 
     def wake(self, delay: float) -> None:
-        """The wake-up ``locks``: look now."""
+        """The wake-up ``locks``: read the tables now."""
         self._look_soon(delay)
 
     def start(self) -> None:
@@ -82,34 +82,34 @@ class Process:
     # --- the loop that reads views ---
 
     def _look_soon(self, delay: float) -> None:
-        """Look after a delay, instead of the look that was scheduled. A look that is under way ends first."""
+        """Read the tables after a delay, instead of the scheduled read. A read in progress finishes first."""
         self._look_again = self._is_looking
         if not self._is_looking:
             turn = self._look_turn = next(self._number)
             self.world.later(delay, lambda: self._look() if turn == self._look_turn else None)
 
     def _look(self) -> None:
-        world, asked = self.world, self.world.now
+        world, now = self.world, self.world.now
         if self.state not in ("running", "leaving"):
             return
-        if asked - self._heeded_at >= 1.0:
-            self._heeded_at = asked
-            self.share.heed(self.handlers, world.counts(), asked)
-        if asked - self._wrote_at >= HEARTBEAT / 2:
+        if now - self._applied_at >= 1.0:
+            self._applied_at = now
+            self.share.apply(self.handlers, world.counts(), now)
+        if now - self._wrote_at >= HEARTBEAT / 2:
             self.write_row()
         view = world.view()
         self._is_looking = True
-        world.later(world.random.choice((0.001, 0.002, 0.005, 0.02, 0.05)), lambda: self._looked(view, asked))
+        world.later(world.random.choice((0.001, 0.002, 0.005, 0.02, 0.05)), lambda: self._looked(view, now))
 
-    def _looked(self, view: View, asked: float) -> None:
+    def _looked(self, view: View, now: float) -> None:
         world = self.world
         if self.state == "frozen":
-            world.later(0.01, lambda: self._looked(view, asked))  # the answer of the database waits in the socket
+            world.later(0.01, lambda: self._looked(view, now))  # the answer of the database waits in the socket
             return
         self._is_looking = False
-        self.share.see(view.instances, view.leases, asked)
+        self.share.see(view.instances, view.leases, now)
         self._round_soon(0.0)
-        delay = HEARTBEAT if world.conditions.wakes and self.share.is_at_rest else VIEW_EVERY
+        delay = HEARTBEAT if world.conditions.wakes and self.share.is_steady else VIEW_EVERY
         delay = ROUND if self._is_moving or self.share.is_short else delay
         self._look_soon(0.0 if self._look_again else delay * world.random.uniform(0.75, 1.25))
 
@@ -136,7 +136,7 @@ class Process:
         plan = self.share.plan(self.held, lambda slot: int(self.idle_at.get(slot, 0.0) > now), now)
         self.halted |= set(plan.halt)
         self.halted -= set(plan.resume)
-        self._is_moving = self.share.is_short or bool(plan.wanted or plan.halt or plan.release)
+        self._is_moving = self.share.is_short or bool(plan.free or plan.halt or plan.release)
         self._is_taking = True
         for slot in plan.release:
             self._release(slot)
@@ -145,7 +145,7 @@ class Process:
         world.later(world.random.uniform(0.0005, 0.003), lambda: self._take(plan))
 
     def _take(self, plan: Plan) -> None:
-        """The try follows the plan after a moment, and the slots that were given back are free before the try."""
+        """Try to acquire shortly after the plan; slots released by the plan are free by then."""
         world = self.world
         if self.state == "frozen":
             world.later(0.01, lambda: self._take(plan))
@@ -154,12 +154,12 @@ class Process:
         if self.state == "gone" or self.lost_session:
             self._round_soon(0.0)
             return
-        took = [slot for slot in (*plan.wanted, *plan.orphans) if world.take(self, slot)]
+        took = [slot for slot in (*plan.free, *plan.orphans) if world.take(self, slot)]
         if self.state == "leaving" and not self.held:
             self.state = "gone"
             world.instances.pop(self.name, None)
             world.changed()
-        # A round follows each look. A round of its own acts by an older view, so such rounds are rare while slots move.
+        # A round follows each read. A separate round acts on an older view, so such rounds are rare while slots move.
         delay = 2 * ROUND if self._is_moving or not world.conditions.wakes else ROUND
         self._round_soon(0.0 if took or self._round_again else delay * world.random.uniform(0.75, 1.25))
 
@@ -181,7 +181,7 @@ class Process:
 
 
 class View(Struct, frozen=True):
-    """The tables at a moment."""
+    """The tables at one point in time."""
 
     instances: list[Instance]
     leases: Mapping[Slot, SeenLease]
@@ -241,7 +241,7 @@ class World:
             for process in self.processes:
                 process.wake(self.random.uniform(0.001, 0.005))
 
-    # --- the disturbances ---
+    # --- faults ---
 
     def join(self, *handlers: str) -> Process:
         process = Process(self, f"p{len(self.processes)}-{self.random.getrandbits(32):x}", handlers or (*self.numbers,))
@@ -251,7 +251,7 @@ class World:
             self._free_since = dict.fromkeys(self._free_since, self.now)
         else:
             self.least += sum(number // (old + 1) for number in self.numbers.values())
-        process.share.heed(process.handlers, self.counts(), self.now)
+        process.share.apply(process.handlers, self.counts(), self.now)
         process.write_row()
         process.start()
         self.disturb()
@@ -269,7 +269,7 @@ class World:
         self.wake_all()
 
     def crash(self, *processes: Process) -> None:
-        """``kill -9``, of several processes in the same moment."""
+        """``kill -9`` of several processes at once."""
         for process in processes:
             self.least += len(process.held)
             process.state = "gone"
@@ -278,7 +278,7 @@ class World:
         self.disturb()
 
     def freeze(self, process: Process, seconds: float) -> None:
-        """SIGSTOP. The server ends the session of a process that is silent for too long."""
+        """SIGSTOP. The server closes the session of a process that is unresponsive for too long."""
         process.state = "frozen"
 
         def end_session() -> None:
@@ -287,17 +287,17 @@ class World:
                 self._end_session(process)
                 self.disturb()
 
-        def go_on() -> None:
+        def resume() -> None:
             process.state = "running"
             process.start()
             self.disturb()
 
         self.later(SILENCE, end_session)
-        self.later(seconds, go_on)
+        self.later(seconds, resume)
 
-    def make_sick(self, process: Process, seconds: float) -> None:
+    def stall(self, process: Process, seconds: float) -> None:
         process.share.give_all(self.now, seconds=seconds)
-        process.sick_until = self.now + seconds
+        process.stalled_until = self.now + seconds
         process.write_row()
         self.disturb()
         self.wake_all()
@@ -308,7 +308,7 @@ class World:
         old, self.numbers[name] = self.numbers[name], number
         for partition in range(old, number):
             if Slot(name, partition) not in self.owners:
-                self._free_since[Slot(name, partition)] = self.now + 1.0  # each process learns of the number within 1 s
+                self._free_since[Slot(name, partition)] = self.now + 1.0  # each process reads the new count within 1 s
         for partition in range(number, old):
             self._free_since.pop(Slot(name, partition), None)
         self.disturb()
@@ -395,15 +395,15 @@ class World:
         return True
 
     def finish(self, *, is_quiet: bool = False) -> World:
-        """Let the cluster come to rest, and check the end. ``is_quiet``: no fault was due, so moves are counted."""
+        """Wait for a stable cluster and check the result. ``is_quiet``: no fault was due, so moves are counted."""
         self.run(25.0 + QUIET)
         for slot in self._free_since:
             if self.members():
                 self._was_free(slot)
         if self.members() and not self.is_even():
-            self.problems.append(f"uneven at rest: {Counter(owner.name for owner in self.owners.values())}")
+            self.problems.append(f"still uneven: {Counter(owner.name for owner in self.owners.values())}")
         if self.last_move > self.now - QUIET:
-            self.problems.append(f"a slot moved at {self.last_move:.1f}, though the cluster was at rest")
+            self.problems.append(f"a slot moved at {self.last_move:.1f}, although nothing had changed")
         if is_quiet and self.moves > 1.35 * self.least:
             self.problems.append(f"{self.moves} moves where {self.least} are enough")
         return self
@@ -422,7 +422,7 @@ def joins(seed: int, conditions: Conditions, partitions: int = 16) -> World:
 
 
 def crashes(seed: int, conditions: Conditions, partitions: int = 16) -> World:
-    """2 of 8 processes crash in the same moment."""
+    """2 of 8 processes crash at the same time."""
     world = World(seed, {"score": partitions}, conditions)
     _start(world, 8)
     world.crash(*world.random.sample(world.members(), 2))
@@ -443,7 +443,7 @@ def deploy(seed: int, conditions: Conditions, partitions: int = 16) -> World:
 
 
 def anything(seed: int, conditions: Conditions, partitions: int = 16, seconds: float = 60.0) -> World:
-    """Joins, leaves, crashes, frozen and sick processes, and other numbers of partitions, at random."""
+    """Joins, leaves, crashes, frozen and stalled processes, and other numbers of partitions, at random."""
     world = World(seed, {"score": partitions}, conditions)
     _start(world, world.random.randint(1, 4))
     end = world.now + seconds
@@ -451,7 +451,7 @@ def anything(seed: int, conditions: Conditions, partitions: int = 16, seconds: f
         world.run(world.random.choice((0.0, 0.1, 0.5, 2.0, 5.0)) * world.random.uniform(0.5, 1.5))
         members = world.members()
         kinds = ["join"] * (len(members) < 8) * 3
-        kinds += ["leave", "crash", "freeze", "sick", "partition"] * (len(members) > 1)
+        kinds += ["leave", "crash", "freeze", "stall", "partition"] * (len(members) > 1)
         kind = world.random.choice(kinds)
         if kind == "join":
             world.join()
@@ -459,16 +459,16 @@ def anything(seed: int, conditions: Conditions, partitions: int = 16, seconds: f
             world.partition("score", world.random.choice((4, 16, 8)))
         elif kind == "freeze":
             world.freeze(world.random.choice(members), world.random.uniform(0.5, 15.0))
-        elif kind == "sick":
-            world.make_sick(world.random.choice(members), 10.0)
+        elif kind == "stall":
+            world.stall(world.random.choice(members), 10.0)
         else:
             (world.leave if kind == "leave" else world.crash)(world.random.choice(members))
-    world.run(16.0)  # the frozen processes go on
+    world.run(16.0)  # the frozen processes resume
     return world.finish()
 
 
 def _start(world: World, number: int) -> list[Process]:
-    """Processes that join each after the other, and have come to rest."""
+    """Start processes one after the other, and wait until the cluster is stable."""
     for _ in range(number):
         world.join()
         world.run(3.0 + world.random.random())

@@ -1,4 +1,4 @@
-"""A pool of connections that lead nowhere, for tests of checkouts."""
+"""A pool of fake connections, for tests of checkouts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Wire:
 
 
 class Wires:
-    """A pool, and all connections that it has opened."""
+    """A pool and all connections that it opened."""
 
     def __init__(self, largest: int, timeout: float = POOL_TIMEOUT) -> None:
         self.opened: list[Wire] = []
@@ -48,8 +48,8 @@ class Wires:
         wire.end = "dropped"
 
 
-async def in_line(pool: Pool) -> asyncio.Task[Any]:
-    """A task that asks for a connection, and waits if none is free."""
+async def start_checkout(pool: Pool) -> asyncio.Task[Any]:
+    """Start a task that checks out a connection, and waits if none is free."""
     waiting = asyncio.create_task(pool.acquire())
     await asyncio.sleep(0)
     await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""Ports for the servers and proxies of tests, which begin to listen some time after they know their port.
+"""Ports for the servers and proxies of tests, which start listening some time after their port is chosen.
 
 A port that the system chooses is one of those that it gives to outgoing connections, so any connection of the machine
 can take it until the server listens. These ports lie below, and no other test process reserves the same one.
@@ -25,7 +25,7 @@ _reserved: list[TextIOWrapper] = []
 
 
 def free_port() -> int:
-    """A port on which nobody listens, and which nobody else takes while this process lives."""
+    """A free port, reserved until this process ends."""
     return next(port for port in _candidates() if _is_free(port) and _reserve(port))
 
 
@@ -41,7 +41,7 @@ def _first_outgoing() -> int:
         first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     except OSError:
         return USUAL
-    return first if first > NUMBER + 1024 else USUAL  # where all ports are for outgoing connections, chance has to do
+    return first if first > NUMBER + 1024 else USUAL  # if all ports are for outgoing connections, any free port must do
 
 
 def _is_free(port: int) -> bool:

@@ -1,4 +1,4 @@
-"""The tests' own calls of PostgreSQL, and databases with outboxio's tables that several tests use in turn.
+"""PostgreSQL queries of the tests themselves, and databases with outboxio's tables that tests reuse.
 
 A connection costs client and server 10 ms of computing time, and a database with tables 60 ms: together as much as the
 usual test. So each test database has a connection that stays open, and a database whose tables are still as they were
@@ -15,12 +15,12 @@ from urllib.parse import urlsplit
 
 import asyncpg
 
-from tests.kit.apart import migrate, run_apart
+from tests.kit.background_loop import migrate, run_in_background
 
 T = TypeVar("T")
 
 APPLICATION = "outboxio tests"
-"""The application name of the kept connections: who counts sessions leaves them out."""
+"""The application name of the kept connections, which are excluded when sessions are counted."""
 
 ERRORS = (OSError, TimeoutError, asyncpg.PostgresError, asyncpg.InterfaceError)
 
@@ -28,7 +28,7 @@ Work = Callable[["asyncpg.Connection[Any]"], Awaitable[T]]
 
 
 async def use(url: str, work: Work[T]) -> T:
-    """Use the kept connection of a database, or a new connection if there is none or if it is in use. Runs apart."""
+    """Use the kept connection of a database, or a new one if there is none if it is in use. Runs in the background."""
     session = _sessions.get(url)
     if session is None or session.is_used:
         connection = await _connect(url)
@@ -56,14 +56,14 @@ async def version(url: str) -> int:
 
 
 async def _connect(url: str) -> asyncpg.Connection[Any]:
-    # Tests change tables under the kept connections, which then could not use a kept plan.
+    # Tests change tables while connections are kept, which would make cached plans invalid.
     return await asyncpg.connect(
         url, timeout=5, statement_cache_size=0, server_settings={"application_name": APPLICATION}
     )
 
 
 class _Session:
-    """A connection that is opened for the first call, and again if the server has ended it."""
+    """A connection that is opened on first use, and reopened if the server closed it."""
 
     def __init__(self, url: str) -> None:
         self.is_used = False
@@ -120,31 +120,31 @@ class Databases:
     def empty(self) -> Iterator[str]:
         """The URL of a new database without tables."""
         name = self._name()
-        run_apart(self._create(name))
+        run_in_background(self._create(name))
         yield self._url_of(name)
-        run_apart(self._drop(name))
+        run_in_background(self._drop(name))
 
     @contextmanager
     def migrated(self, tables: str) -> Iterator[str]:
         """The URL of a database with outboxio's tables and further ``tables``, all without rows."""
         if tables not in self._templates:
-            self._templates[tables] = run_apart(self._template(tables))
+            self._templates[tables] = run_in_background(self._template(tables))
         template = self._templates[tables]
         name, uses = template.free.pop() if template.free else (self._name(), 0)
         if not uses:
-            run_apart(self._create(name, template.name))
+            run_in_background(self._create(name, template.name))
         yield self._url_of(name)
-        if run_apart(self._restore(name, template)) and uses < USES:
+        if run_in_background(self._restore(name, template)) and uses < USES:
             template.free.append((name, uses + 1))
         else:
-            run_apart(self._drop(name))
+            run_in_background(self._drop(name))
 
     def close(self) -> None:
         with suppress(*ERRORS):  # the server may have ended
             for template in self._templates.values():
                 for name in (template.name, *(name for name, _ in template.free)):
-                    run_apart(self._drop(name))
-        run_apart(close(self._url))
+                    run_in_background(self._drop(name))
+        run_in_background(close(self._url))
         self._templates.clear()
 
     def _url_of(self, name: str) -> str:
@@ -242,8 +242,8 @@ class _Template:
     async def restore(self, connection: asyncpg.Connection[Any]) -> bool:
         await connection.execute(_END_SESSIONS)
         await connection.execute("DISCARD ALL")
-        if foreign := [name for name in await _column(connection, _PUBLIC) if name not in self._public]:
-            await connection.execute(f"DROP TABLE {', '.join(foreign)} CASCADE")
+        if leftover := [name for name in await _column(connection, _PUBLIC) if name not in self._public]:
+            await connection.execute(f"DROP TABLE {', '.join(leftover)} CASCADE")
         if await connection.fetchval(_DEFINITIONS) != self._definitions:
             return False
         if used := await _column(connection, _USED):

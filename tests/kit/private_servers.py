@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.kit.apart import run_apart
+from tests.kit.background_loop import run_in_background
 from tests.kit.mysql import scheme_of
 from tests.kit.ports import free_port
 from tests.kit.programs import names_in, programs
@@ -33,7 +33,7 @@ from tests.kit.servers import (
 
 
 class PrivatePostgres:
-    """A PostgreSQL whose data outlive its stops."""
+    """A PostgreSQL that keeps its data when it is stopped."""
 
     def __init__(self, programs: Path, home: Path) -> None:
         self._programs = programs
@@ -65,13 +65,13 @@ class PrivatePostgres:
         self._ends.close()
 
     def crash(self) -> None:
-        """An end without a shutdown: data that was not written by then is gone."""
+        """Kill the server without a shutdown: unwritten data is lost."""
         os.kill(int((self._data / "postmaster.pid").read_text().split()[0]), signal.SIGQUIT)
         self._ends.close()
 
 
 class PrivateMysql:
-    """A MySQL or MariaDB whose data outlive its stops."""
+    """A MySQL or MariaDB that keeps its data when it is stopped."""
 
     def __init__(self, family: MysqlFamily, programs: MysqlPrograms, home: Path, scheme: str) -> None:
         self._family = family
@@ -82,7 +82,7 @@ class PrivateMysql:
         self.url = f"{scheme}://root@127.0.0.1:{self._port}/private"
         family.initialise(programs, home)
         self.start()
-        run_apart(_mysql_execute(urlsplit(self.url)._replace(path="/").geturl(), "CREATE DATABASE private"))
+        run_in_background(_mysql_execute(urlsplit(self.url)._replace(path="/").geturl(), "CREATE DATABASE private"))
 
     def start(self) -> None:
         here = self._home / "running"  # the server's keeper process removes the folder at its end

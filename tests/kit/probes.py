@@ -61,7 +61,7 @@ async def balances(look: Look) -> list[int]:
 
 
 def doing(script: Script, *, retry: Retries = ()) -> Action:
-    """An action whose ``perform`` is ``script``."""
+    """Create an action whose ``perform`` is ``script``."""
 
     async def perform(self: Action, tx: Transaction) -> Any:
         return await script(tx)
@@ -70,14 +70,14 @@ def doing(script: Script, *, retry: Retries = ()) -> Action:
 
 
 async def add_wallet(tx: Transaction, wallet_id: str = "w1", balance: int = 0) -> None:
-    """A row of the application's own table."""
+    """Insert a row into a table of the application."""
     await tx.execute(sql(tx, "INSERT INTO wallets (id, balance) VALUES ($1, $2)"), wallet_id, balance)
 
 
 def statements_on(connection: Any) -> list[str]:
-    """A list that grows by every later statement on a driver's connection.
+    """Return a list to which every later statement on a driver's connection is added.
 
-    The list leaves out asyncpg's own questions when a connection first needs a type.
+    The queries that asyncpg sends when a connection first needs a type are left out.
     """
     seen: list[str] = []
 
@@ -89,8 +89,8 @@ def statements_on(connection: Any) -> list[str]:
         connection.set_trace_callback(note)
     elif isinstance(connection, aiosqlite.Connection):  # in its thread, ahead of the next statement
         set_up: Any = connection
-        told = asyncio.get_running_loop().create_future()
-        set_up._tx.put_nowait((told, partial(set_up._conn.set_trace_callback, note)))
+        future = asyncio.get_running_loop().create_future()
+        set_up._tx.put_nowait((future, partial(set_up._conn.set_trace_callback, note)))
     elif is_connection(connection):
         _tap(connection, note)
     else:
@@ -119,7 +119,7 @@ def _tap(connection: Any, note: Callable[[str], None]) -> None:
 
 
 async def directly(tx: Transaction, statement: str) -> None:
-    """Run a statement on the driver's own connection, behind the back of ``tx``."""
+    """Run a statement on the driver's connection, bypassing ``tx``."""
     connection = tx.connection
     if is_connection(connection):
         await mysql.fetch(connection, statement)
@@ -131,7 +131,7 @@ async def directly(tx: Transaction, statement: str) -> None:
 
 @contextmanager
 def log_lines(logger: str, seen: Callable[[str], None]) -> Iterator[None]:
-    """Calls ``seen`` with each line of a logger, at the moment of the line."""
+    """Call ``seen`` with each line of a logger as soon as it is logged."""
 
     class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
@@ -149,9 +149,9 @@ def log_lines(logger: str, seen: Callable[[str], None]) -> Iterator[None]:
 
 
 async def open_transactions(url: str) -> list[str]:
-    """The transactions and statements of a database that are still open after 30 s; empty as soon as all is at rest.
+    """The transactions and statements of a database that are still open after 30 s; empty once nothing runs.
 
-    The reset of a pooled connection, and the end of a session whose connection was closed, take the server a moment. A
+    The reset of a pooled connection, and the end of a session whose connection was closed, take the server some time. A
     leaked transaction stays open.
     """
     deadline = time.monotonic() + 30
@@ -172,7 +172,7 @@ async def _open_now(url: str) -> list[str]:
         rows = await connection.fetch(
             "SELECT state || ': ' || query FROM pg_stat_activity WHERE datname = current_database() "
             "AND pid <> pg_backend_pid() AND backend_type = 'client backend' AND state <> 'idle' "
-            # The watch over silent connections asks for the session of each new connection of the pool.
+            # The watch over silent connections queries the session of each new connection of the pool.
             "AND NOT (state = 'active' AND query LIKE '%pg_postmaster_start_time%')"
         )
         return [row[0] for row in rows]
@@ -207,7 +207,7 @@ async def run_on(connection: Any, statement: str) -> None:
 
 async def _busy_sessions(url: str) -> list[str]:
     async with mysql.connected(url) as connection:
-        # information_schema.innodb_trx is a cache, which is renewed only after 0.1 s without a question.
+        # information_schema.innodb_trx is a cache, which is renewed only after 0.1 s without a query.
         [status] = await mysql.fetch(connection, "SHOW ENGINE INNODB STATUS")
         sessions = await mysql.sessions(connection)
     transactions = re.findall(
@@ -235,7 +235,7 @@ def _writers_of_file(path: Path) -> list[str]:
 
 @contextmanager
 def nothing_reported() -> Iterator[None]:
-    """Fails if the event loop is told of an error that no code handles: a forgotten task, a dirty connection.
+    """Fail if an unhandled error reaches the event loop: a forgotten task, a dirty connection.
 
     Errors that asyncpg itself forgets when connecting is cancelled are left out.
     """
@@ -252,10 +252,10 @@ def nothing_reported() -> Iterator[None]:
 
 
 class Cancelling:
-    """Awaits a coroutine, and cancels its task at the n-th moment at which the coroutine waits.
+    """Await a coroutine, and cancel its task the n-th time that the coroutine waits.
 
     ``late`` cancels not when the wait begins but when the wait is over and the task was not resumed yet, so that the
-    awaited result exists and gets lost. ``again`` cancels at every later moment too, as impatient callers do.
+    awaited result exists and gets lost. ``again`` cancels every later wait too, as impatient callers do.
     """
 
     def __init__(

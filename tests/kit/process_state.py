@@ -24,7 +24,7 @@ from typing import Any
 
 import pytest
 
-from outboxio.telemetry.protocol import use_no_more
+from outboxio.telemetry.protocol import remove_from_process
 from tests.kit.inside import telemetry_of_process
 
 
@@ -102,7 +102,7 @@ _UNCONFIGURED = (logging.NOTSET, (), (), True, False)
 
 
 def _loggers() -> dict[str, Any]:
-    """The loggers that somebody has configured, and the configuration of the module."""
+    """The configured loggers, and the configuration of the module."""
     loggers = [logging.root, *filter(_may_be_configured, logging.root.manager.loggerDict.values())]
     configured = {each.name: found for each in loggers if (found := _configuration(each)) != _UNCONFIGURED}
     return {**configured, "logging.disable": (logging.root.manager.disable,)}
@@ -138,7 +138,7 @@ def _restore_logger(name: str, configuration: tuple[Any, ...] | None) -> None:
     logger.filters[:] = filters
 
 
-# --- the rest ------------------------------------------------------------------------------------
+# --- other state ------------------------------------------------------------------------------------
 
 
 def _environment() -> dict[str, Any]:
@@ -207,7 +207,7 @@ def _telemetry() -> dict[str, Any]:
 def _restore_telemetry(name: str, value: Any) -> None:
     for each in telemetry_of_process():
         if value is None and str(id(each)) == name:
-            use_no_more(each)
+            remove_from_process(each)
 
 
 PARTS = {

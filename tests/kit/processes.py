@@ -1,4 +1,4 @@
-"""Starting worker processes, and waiting for their reports."""
+"""Start worker processes, and wait for their reports."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ Report = dict[str, Any]
 class Worker:
     """A process that runs ``worker.py``, and its reports so far.
 
-    The reports are those that the process has written, and not those that the event loop of the test has come to read:
-    a test that sees the outcome of a run in the database sees the report of the run.
+    The reports include everything that the process has written, even if the event loop of the test has not read it yet.
+    So a test that sees the outcome of a run in the database also sees the report of the run.
     """
 
     def __init__(self, process: Started, output: int) -> None:
@@ -31,9 +31,9 @@ class Worker:
         self._reports: list[Report] = []
         self._rest = b""
         self._has_closed = False
-        self._told = asyncio.Event()
+        self._arrived = asyncio.Event()
         os.set_blocking(output, False)
-        asyncio.get_running_loop().add_reader(output, self._hear)
+        asyncio.get_running_loop().add_reader(output, self._read)
 
     @classmethod
     async def start(
@@ -46,7 +46,7 @@ class Worker:
         roles: dict[str, bool] | None = None,
         **settings: Any,
     ) -> Worker:
-        told = {
+        arguments = {
             "database": database,
             "handlers": handlers,
             "settings": settings,
@@ -55,22 +55,22 @@ class Worker:
             "dies_with_outcome": dies_with_outcome,
             "given_pool": given_pool,
         }
-        return await cls.start_program("tests.flow.worker", **told)
+        return await cls.start_program("tests.flow.worker", **arguments)
 
     @classmethod
-    async def start_program(cls, program: str, **told: Any) -> Worker:
-        """A different program that reports in the same way."""
-        process, output = await start(program, json.dumps(told))
+    async def start_program(cls, program: str, **arguments: Any) -> Worker:
+        """Start a different program that reports in the same way."""
+        process, output = await start(program, json.dumps(arguments))
         return cls(process, output)
 
     @property
     def reports(self) -> list[Report]:
-        self._hear()
+        self._read()
         return self._reports
 
     @property
     def is_gone(self) -> bool:
-        self._hear()
+        self._read()
         return self._has_closed
 
     def of(self, what: str, **like: Any) -> list[Report]:
@@ -87,8 +87,8 @@ class Worker:
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 while not (holds() or self.is_gone):
-                    self._told.clear()
-                    await self._told.wait()
+                    self._arrived.clear()
+                    await self._arrived.wait()
         assert holds(), f"not reported: {self.reports[-20:]}"
 
     async def until_running(self, *locks: str) -> None:
@@ -115,11 +115,11 @@ class Worker:
         self._process.kill()
 
     def terminate(self) -> None:
-        """Ask the worker to leave."""
+        """Ask the worker to shut down."""
         self._process.terminate()
 
     async def leave(self) -> None:
-        """Ask the worker to leave, and wait until it has left in good order."""
+        """Ask the worker to shut down, and wait until it has exited cleanly."""
         await self.until("running")  # before that the worker has no signal handler
         self.terminate()
         await self.until("left")
@@ -132,11 +132,11 @@ class Worker:
         self._process.stdin.close()
         await self._process.wait()
         while not self.is_gone:
-            self._told.clear()
-            await self._told.wait()
+            self._arrived.clear()
+            await self._arrived.wait()
 
-    def _hear(self) -> None:
-        """Take in what the process has written so far."""
+    def _read(self) -> None:
+        """Read what the process has written so far."""
         while not self._has_closed:
             try:
                 written = os.read(self._output, 2**16)
@@ -148,4 +148,4 @@ class Worker:
                 os.close(self._output)
             *lines, self._rest = (self._rest + written).split(b"\n")
             self._reports += map(json.loads, lines)
-            self._told.set()
+            self._arrived.set()

@@ -25,7 +25,7 @@ PROGRAMS: Mapping[str, str] = {
 }
 """By the names of the programs: how Debian installs them."""
 
-#: Debian installs server programs where the PATH of most users does not lead.
+#: Debian installs server programs in folders that are not on the PATH of most users.
 _FURTHER_PLACES = ("/usr/sbin", "/usr/local/sbin", "/usr/local/bin", "/usr/bin")
 
 
@@ -37,7 +37,7 @@ class Programs:
         self._missing: dict[str, str] = {}
 
     def need(self, name: str) -> str:
-        """The path of a program, or the end of the test: a failure if the program is required, otherwise a skip."""
+        """Return the path of a program. A missing program skips the test, or fails it if the program is required."""
         path = os.pathsep.join([self._environ.get("PATH", os.defpath), *_FURTHER_PLACES])
         if found := shutil.which(name, path=path):
             return found

@@ -23,11 +23,11 @@ def test_rules(*paths: Path) -> None:
     _run("test", "rules", *map(str, paths))
 
 
-test_rules.__test__ = False  # type: ignore[attr-defined]  # pytest shall not collect the function
+test_rules.__test__ = False  # type: ignore[attr-defined]  # pytest must not collect this function
 
 
 def _run(*arguments: str, given: bytes = b"") -> None:
-    """Fail with promtool's words unless promtool accepts."""
+    """Fail with the output of promtool if it reports an error."""
     done = subprocess.run([programs.need("promtool"), *arguments], input=given, capture_output=True)
-    # A hint about a name is an exit of 3.
+    # A hint about a name has exit code 3.
     assert done.returncode == 0, (done.stdout + done.stderr).decode()

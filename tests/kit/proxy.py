@@ -1,8 +1,9 @@
-"""A TCP proxy between outboxio and a server, which can be cut, come and go, and fall silent."""
+"""A TCP proxy between outboxio and a server that can cut, refuse, delay or stall connections."""
 
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from urllib.parse import urlsplit
@@ -16,16 +17,17 @@ USUAL_PORTS = {"postgresql": 5432, "mysql": 3306, "mariadb": 3306}
 class Link:
     """A connection through the proxy: its first bytes, and its state."""
 
-    def __init__(self) -> None:
+    def __init__(self, accepted: socket.socket) -> None:
+        self.accepted = accepted
         self.sent = bytearray()
         self.flowing = asyncio.Event()
         self.flowing.set()
-        self.task: asyncio.Task[None] | None = None
         self.ends: list[asyncio.StreamWriter] = []
 
-    def cut(self) -> None:
+    def close(self) -> None:
         for end in self.ends:
             end.transport.abort()
+        self.accepted.close()
 
 
 class Proxy:
@@ -38,31 +40,34 @@ class Proxy:
         user = parts.netloc.rpartition("@")[0]
         user = f"{user}@" if user else ""
         self.url = parts._replace(netloc=f"{user}127.0.0.1:{self._port}").geturl()
-        self._server: asyncio.Server | None = None
-        self._links: set[Link] = set()
+        self._listener: socket.socket | None = None
+        self._links: dict[Link, asyncio.Task[None]] = {}
         self._flows = True
-        self._last_words: bytes | None = None
+        self._stall_after: bytes | None = None
         self._cuts_before: bytes | None = None
         self._cuts_after: bytes | None = None
         self._delay = 0.0
 
     async def start(self) -> None:
         """Take connections."""
-        self._server = await asyncio.start_server(self._connected, "127.0.0.1", self._port)
+        self._listener = socket.create_server(("127.0.0.1", self._port))
+        self._listener.setblocking(False)
+        # asyncio.Server loses a connection that it has accepted but not yet handed over when it is closed.
+        asyncio.get_running_loop().add_reader(self._listener, self._accept, self._listener)
 
     async def stop(self) -> None:
         """Cut every connection, and take no more."""
-        if self._server is not None:
-            self._server.close()
-            self._server = None
-        while tasks := [link.task for link in self._links if link.task is not None]:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            await asyncio.sleep(0.01)  # by then, just accepted connections are links, and aborted links are closed
+        if self._listener is not None:
+            asyncio.get_running_loop().remove_reader(self._listener)
+            self._listener.close()
+            self._listener = None
+        tasks = list(self._links.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
-    def fall_silent(self, sent: bytes = b"") -> int:
-        """Keep connections open, and let no byte through: the network swallows packets.
+    def stall(self, sent: bytes = b"") -> int:
+        """Keep connections open but forward nothing, as when a network drops packets.
 
         Affects the connections that have sent the given bytes; without bytes, all connections, new connections too.
         Returns their number.
@@ -73,60 +78,57 @@ class Proxy:
         self._flows = self._flows and bool(sent)
         return len(silent)
 
-    def fall_silent_after(self, words: bytes) -> None:
+    def stall_after(self, words: bytes) -> None:
         """The next connection that sends the given bytes gets them through, and no byte after them, in no direction."""
-        self._last_words = words
+        self._stall_after = words
 
     @property
-    def waits_for_last_words(self) -> bool:
-        return self._last_words is not None
+    def waits_to_stall(self) -> bool:
+        return self._stall_after is not None
 
     def cut(self) -> int:
         """Cut every connection, accept new connections, and return the number of cuts."""
-        links = list(self._links)
-        for link in links:
-            link.cut()
-        return len(links)
+        tasks = list(self._links.values())
+        for task in tasks:
+            task.cancel()
+        return len(tasks)
 
     def cut_at(self, words: bytes, *, lets_through: bool) -> None:
-        """Cut the next connection that sends the given bytes: before or right after the bytes get through."""
+        """Cut the next connection that sends the given bytes, before or right after they are forwarded."""
         self._cuts_after, self._cuts_before = (words, None) if lets_through else (None, words)
+
+    @property
+    def waits_to_cut(self) -> bool:
+        return self._cuts_before is not None
 
     def delay(self, seconds: float) -> None:
         """Delay all bytes by so many seconds."""
         self._delay = seconds
 
-    def speak_again(self) -> None:
+    def resume(self) -> None:
         self._flows = True
         for link in self._links:
             link.flowing.set()
 
-    def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        link = Link()
-        if not self._flows:
-            link.flowing.clear()
-        self._links.add(link)
-        link.task = asyncio.ensure_future(self._run(link, reader, writer))
-        link.ends.append(writer)
-        link.task.add_done_callback(lambda _: self._ended(link))
+    def _accept(self, listener: socket.socket) -> None:
+        with suppress(BlockingIOError, ConnectionAbortedError):  # the client has left the queue
+            link = Link(listener.accept()[0])
+            if not self._flows:
+                link.flowing.clear()
+            self._links[link] = task = asyncio.ensure_future(self._run(link))
+            task.add_done_callback(lambda _: self._ended(link))
 
     def _ended(self, link: Link) -> None:
-        self._links.discard(link)
-        for end in link.ends:  # a task that was cancelled before its first step, or in its last step, did not
-            end.transport.abort()
+        del self._links[link]
+        link.close()  # a task that was cancelled before its first step has not
 
-    async def _run(self, link: Link, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        connecting = asyncio.ensure_future(asyncio.open_connection(*self._target))
+    async def _run(self, link: Link) -> None:
+        reader, writer = await asyncio.open_connection(sock=link.accepted)
+        link.ends.append(writer)
         try:
-            back_reader, back_writer = await asyncio.shield(connecting)
+            back_reader, back_writer = await asyncio.open_connection(*self._target)
         except OSError:
-            writer.transport.abort()
             return
-        except asyncio.CancelledError:
-            with suppress(OSError):
-                (await connecting)[1].transport.abort()
-            writer.transport.abort()
-            raise
         link.ends.append(back_writer)
         pumps = [
             asyncio.ensure_future(self._pump(link, reader, back_writer, remember=True)),
@@ -138,8 +140,8 @@ class Proxy:
             for pump in pumps:
                 pump.cancel()
             await asyncio.gather(*pumps, return_exceptions=True)
-            for end in (writer, back_writer):
-                end.transport.abort()
+            link.close()
+            for end in link.ends:
                 with suppress(OSError):
                     await end.wait_closed()
 
@@ -151,14 +153,13 @@ class Proxy:
                 if remember and len(link.sent) < 65536:
                     link.sent += data
                 await link.flowing.wait()
-                if remember and self._last_words is not None and self._last_words in data.lower():
-                    self._last_words = None
+                if remember and self._stall_after is not None and self._stall_after in data.lower():
+                    self._stall_after = None
                     link.flowing.clear()
                 if self._delay:
                     await asyncio.sleep(self._delay)
                 if remember and self._cuts_before is not None and self._cuts_before in data.lower():
                     self._cuts_before = None
-                    link.cut()
                     return
                 writer.write(data)
                 await writer.drain()
@@ -175,5 +176,5 @@ async def proxy_to(url: str) -> AsyncIterator[Proxy]:
     try:
         yield proxy
     finally:
-        proxy.speak_again()
+        proxy.resume()
         await proxy.stop()

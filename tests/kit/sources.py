@@ -1,4 +1,4 @@
-"""The source files of the package, each read and parsed once for all tests that judge them."""
+"""The source files of the package, each read and parsed once for all tests that check them."""
 
 from __future__ import annotations
 

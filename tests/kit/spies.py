@@ -16,7 +16,7 @@ from tests.kit.inside import database_of, dispatcher_of, run_of
 
 
 async def deposits(outbox: Outbox, number: int) -> None:
-    """Commit so many deposits in one action; its parameters, which every row repeats, stay small."""
+    """Commit this many deposits in one action, whose parameters stay small because every row repeats them."""
     async with outbox.transaction("Deposits") as tx:
         for amount in range(number):
             tx.emit(MoneyDeposited(uuid4(), Decimal(amount)), model_id=amount, model_type="Wallet")
@@ -52,23 +52,23 @@ class Watched:
 
 
 def watch(outbox: Outbox, repository: str, shard: str = "default") -> Watched:
-    """Put eyes on the ``events``, ``notifications`` or ``subscriptions`` of an outbox's database."""
+    """Record the calls of ``events``, ``notifications`` or ``subscriptions`` of an outbox's database."""
     database = database_of(outbox, shard)
     watched = Watched(getattr(database, repository))
     setattr(database, repository, watched)
     return watched
 
 
-def nothing_is_handed_over(outbox: Outbox, shard: str = "default") -> None:
-    """Switch the handoff off for the rest of this shard run: the dispatcher must find every row."""
+def disable_handoff(outbox: Outbox, shard: str = "default") -> None:
+    """Disable the handoff for the rest of this shard run: the dispatcher must find every row."""
     dispatcher = dispatcher_of(outbox, shard)
     dispatcher.handoff = lambda: None
-    if dispatcher._core.in_flight.handoff is not None:  # of a round that is under way
+    if dispatcher._core.in_flight.handoff is not None:  # of a round in progress
         dispatcher._core.in_flight.handoff.hand = lambda rows: None
 
 
 def breaks(times: int, *, before: bool = True, error: Exception | None = None) -> Trouble:
-    """The connection breaks so often: before the database gets the statement, or before it can answer.
+    """Break the connection this many times: before the database receives the statement, or before it answers.
 
     ``error`` is raised in place of the error of a connection.
     """
@@ -88,7 +88,7 @@ def breaks(times: int, *, before: bool = True, error: Exception | None = None) -
 
 
 def counters(outbox: Outbox, shard: str = "default") -> Counters:
-    """The counters of the present shard run."""
+    """The counters of the current shard run."""
     return run_of(outbox, shard).counters
 
 

@@ -11,7 +11,7 @@ _LITERAL_OR_PLACEHOLDER = re.compile(r"'[^']*'|\$(\d+)")
 
 def sql(tx: Transaction, statement: str) -> str:
     """The statement with the placeholders of the transaction's driver."""
-    # Not by tx.connection: where a transaction begins with its first statement, tx.connection would begin it earlier.
+    # Not by tx.connection, which would begin a transaction that otherwise begins with its first statement.
     dialect = type(tx._session).__module__.split(".")[2]
     return with_percents(statement) if dialect == "mysql" else statement
 

@@ -1,4 +1,4 @@
-"""Storage alone, below the flow: rows as actions and fan-out create them, then put into any state by hand."""
+"""Storage in isolation: rows as actions and fan-out create them, then set to any state by SQL."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from outboxio.storage.protocols import FanoutRequest, FanoutResult
 from tests.kit.app import Look, MoneyDeposited
 from tests.kit.inside import database_of
 
-NOW = datetime(2030, 1, 1, 12)  # where the `clock` fixture stands
+NOW = datetime(2030, 1, 1, 12)  # the time of the `clock` fixture
 LONG_AGO = datetime(2000, 1, 1)
 
 
@@ -102,7 +102,7 @@ class Store:
     async def put(
         self, state: str, *labels: int, name: str | None = None, updated: datetime | None = None, attempts: int = 0
     ) -> None:
-        """Bring the notifications of the given events into a state, as if the change had happened at a moment."""
+        """Set the state of the notifications of the given events, as if the change had happened at a given time."""
         ids = ", ".join(f"'{row.id}'" for row in await self.some(*labels, name=name))
         dates = "" if updated is None else f", updated_date = '{updated:%Y-%m-%d %H:%M:%S.%f}'"
         await self.look.fetch(

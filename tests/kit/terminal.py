@@ -1,4 +1,4 @@
-"""A terminal with an interactive shell, as a reader of a tutorial has one."""
+"""A terminal with an interactive shell, like that of a reader of a tutorial."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CTRL_C, CTRL_Z = b"\x03", b"\x1a"
 
 
 class Terminal:
-    """Types commands, and waits for what a command prints."""
+    """Type commands, and wait for their output."""
 
     def __init__(self, folder: Path, environment: Mapping[str, str], patience: float) -> None:
         """``patience``: seconds until a command must have ended, or a line must have appeared."""
@@ -54,7 +54,7 @@ class Terminal:
     async def shows(self, lines: list[str]) -> None:
         """Wait until each of these lines, or parts of lines, has appeared since the last call.
 
-        A question that reads only is typed again, as a reader does who was too quick.
+        A read-only command is typed again, as by a reader who was too quick.
         """
         for _ in range(int(self._patience) * self._last.startswith(READS)):
             await asyncio.sleep(0.5)
@@ -68,7 +68,7 @@ class Terminal:
     def close(self) -> None:
         asyncio.get_running_loop().remove_reader(self._master)
         os.close(self._master)
-        # Each job has a process group of its own, and ignores the hangup where the tests run under nohup.
+        # Each job has its own process group, and ignores the hangup where the tests run under nohup.
         for process in _in_session(self._shell.pid):
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
@@ -88,13 +88,13 @@ class Terminal:
         except OSError:  # the shell has ended
             asyncio.get_running_loop().remove_reader(self._master)
 
-    async def _until(self, condition: object, reproach: str) -> None:
+    async def _until(self, condition: object, problem: str) -> None:
         assert callable(condition)
         for _ in range(int(self._patience / 0.05)):
             if condition():
                 return
             await asyncio.sleep(0.05)
-        raise AssertionError(f"{reproach}; the terminal shows:\n{self._text[self._seen :]}")
+        raise AssertionError(f"{problem}; the terminal shows:\n{self._text[self._seen :]}")
 
 
 def _in_session(leader: int) -> Iterator[int]:

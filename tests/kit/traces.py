@@ -1,4 +1,4 @@
-"""Spans of a real SDK, kept in memory, and questions about them."""
+"""Spans of a real SDK, kept in memory, and functions that query them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from outboxio.integrations.opentelemetry import OpenTelemetry
 
 
 class Traces:
-    """An SDK of its own, with the spans that have ended."""
+    """A separate SDK with the finished spans."""
 
     def __init__(self, sampler: Sampler | None = None) -> None:
         self._exporter = InMemorySpanExporter()

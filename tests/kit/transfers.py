@@ -1,6 +1,6 @@
 """A simulated cluster whose processes hand ready rows over: whole dispatchers over one table, in virtual time.
 
-Statements take time, fail before or after their commit, and see the table at any moment of their time; notes get lost;
+Statements take time, fail before or after their commit, and see the table at any time while they run; notes get lost;
 partitions move between processes. ``python -m tests.kit.transfers [SEEDS]`` checks so many seeds, and prints figures.
 """
 
@@ -75,7 +75,7 @@ class Cluster:
             target.take(slot, self.terms[partition])
 
     async def run(self) -> float:
-        """Run all rows; how many seconds the cluster took."""
+        """Run all rows, and return how many seconds the cluster took."""
         began = asyncio.get_running_loop().time()
         tasks = [asyncio.create_task(work) for member in self.members for work in member.loops()]
         if self.faults:
@@ -103,8 +103,8 @@ class Member(Whole):
     def __init__(self, cluster: Cluster, place: int, *, hands_over: bool) -> None:
         self.cluster, self.place, self.hands_over = cluster, place, hands_over
         super().__init__(partitions_on=self, call=self._handle, concurrency=1)
-        self.database.notifications = self  # type: ignore[assignment]  # this object answers the few questions
-        self.dispatcher._finder._setup.database.notifications = self  # type: ignore[misc, assignment]  # frozen, for all other code
+        self.database.notifications = self  # type: ignore[assignment]  # this object implements the few methods
+        self.dispatcher._finder._setup.database.notifications = self  # type: ignore[misc, assignment]  # frozen for other code
         self.wakeups.send_note = self._send  # type: ignore[method-assign]  # notes go through the cluster
         self.partitions(len(cluster.terms))
         for partition, owner in cluster.owners.items():
@@ -143,8 +143,8 @@ class Member(Whole):
             is_lost = self.cluster.faults and self.cluster.random.random() < 0.1
             if other is not self and note.to in ("", str(other.place)) and not is_lost:
                 delay = self.cluster.random.uniform(0.001, 0.05)
-                heard = other.dispatcher.transfers.heard
-                asyncio.get_running_loop().call_later(delay, heard, str(self.place), note)
+                receive = other.dispatcher.transfers.receive
+                asyncio.get_running_loop().call_later(delay, receive, str(self.place), note)
 
     # --- the table, as this process reaches it -------------------------------------------------
 
@@ -179,7 +179,7 @@ class Member(Whole):
 
 
 def run_seed(seed: int, **options: Any) -> tuple[Cluster, float]:
-    """Run a cluster in a virtual-time event loop of its own; the cluster, and its time as a multiple of the ideal."""
+    """Run a cluster in its own virtual-time event loop; return it and its time as a multiple of the ideal."""
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
 
         async def run() -> tuple[Cluster, float]:

@@ -30,7 +30,7 @@ def pytest_asyncio_loop_factories(item: pytest.Item) -> Mapping[str, Callable[[]
 
 
 class JumpingSelector(selectors.DefaultSelector):  # type: ignore[misc, valid-type]  # one class per platform
-    """Polls instead of waiting, and adds to the clock the seconds that it should have waited."""
+    """Poll instead of waiting, and advance the clock by the skipped seconds."""
 
     def __init__(self) -> None:
         super().__init__()

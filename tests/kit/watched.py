@@ -1,6 +1,6 @@
 """Tables as retention keeps them: finished, dead and due rows.
 
-``tests/contract/test_watched_plans.py`` fills small tables, ``benchmarks/operating.py`` tables of the size of a year.
+``tests/contract/test_operator_plans.py`` fills small tables, ``benchmarks/operating.py`` tables of the size of a year.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from uuid import UUID
 
 from tests.kit.app import Look
 
-BEGINNING = datetime(2030, 1, 1)
-"""The moment of row 0. Each further row is a second later."""
-NOW = BEGINNING + timedelta(days=3000)
+FIRST_POSITION = datetime(2030, 1, 1)
+"""The time of row 0. Each further row is a second later."""
+NOW = FIRST_POSITION + timedelta(days=3000)
 HANDLERS = 20
 SHARED = 2
 """The handlers with partitions: the first ones."""
@@ -36,22 +36,22 @@ NUMBERS = {
 
 COLUMNS = """namespace, action_id, action_name, action_params, started_date, completion_date, model_id, model_type,
   event_type, payload, event_date, sequence, ordering_key, correlation_id, causation_id, headers, hops"""
-COPIED = """'app', {action}, 'Deposit', '{{"amount": 1}}', {moment}, {moment}, {text_of_i}, 'Wallet', {type},
+COPIED = """'app', {action}, 'Deposit', '{{"amount": 1}}', {time}, {time}, {text_of_i}, 'Wallet', {type},
   '{{"amount": 1, "currency": "EUR", "note": "a payload of a common length, as an application might write it"}}',
-  {moment}, i + 1, {key}, {correlation}, {cause}, '{{}}', 0"""
+  {time}, i + 1, {key}, {correlation}, {cause}, '{{}}', 0"""
 EVENTS = f"""
 INSERT INTO {{{{events}}}} (id, delivered, {COLUMNS}) SELECT {{event}}, {{delivered}}, {COPIED} FROM ({{numbers}}) n
 """
 NOTIFICATIONS = f"""
 INSERT INTO {{{{event_notifications}}}} (id, event_id, handler_name, state, attempts, next_retry_at, created_date,
   updated_date, priority, errors, retention_from, partition_number, {COLUMNS})
-SELECT {{id}}, {{event}}, {{handler}}, {{state}}, 1, {{due}}, {{moment}}, {{moment}}, 0, ({{errors}}){{as_json}},
-  {{moment}}, {{partition}}, {COPIED} FROM ({{numbers}}) n
+SELECT {{id}}, {{event}}, {{handler}}, {{state}}, 1, {{due}}, {{time}}, {{time}}, 0, ({{errors}}){{as_json}},
+  {{time}}, {{partition}}, {COPIED} FROM ({{numbers}}) n
 """
 
 
 class Filling:
-    """Writes the rows of tables by SQL. Rows have numbers; states, ids, dates and values follow from the number.
+    """Write the rows of tables by SQL. Rows have numbers; states, ids, dates and values follow from the number.
 
     Of 253 rows 23 are DEAD, 10 are PENDING, and the rest SUCCEEDED.
     """
@@ -78,13 +78,13 @@ class Filling:
         await self._insert(EVENTS, first, first + UNDELIVERED, values | {"delivered": "FALSE"})
         if not self._look.is_file:
             for number in range(SHARED):
-                row = f"'app', 'h{number:02}', {PARTITIONS}, {PARTITIONS}, {PARTITIONS}, '{BEGINNING}', NULL, NULL"
+                row = f"'app', 'h{number:02}', {PARTITIONS}, {PARTITIONS}, {PARTITIONS}, '{FIRST_POSITION}', NULL, NULL"
                 await self._look.fetch(f"INSERT INTO {{handler_partitions}} VALUES ({row})")
         await self._look.fetch(f"""
             INSERT INTO {{operations}} (id, namespace, kind, state, request, actor, origin, matched, done, refused,
               worker, stop_ordered, created_date, updated_date)
             VALUES ('{OPERATION}', 'app', 'retry', 'RUNNING', '{{}}', 'ada', 'code', 0, 0, 0, 'me', FALSE,
-              '{BEGINNING}', '{BEGINNING}')""")
+              '{FIRST_POSITION}', '{FIRST_POSITION}')""")
 
     async def _insert(self, statement: str, first: int, until: int, values: dict[str, str]) -> None:
         for start in range(first, until, AT_ONCE):
@@ -99,12 +99,12 @@ class Filling:
         is_shared = f"i % {HANDLERS} < {SHARED}"
         turn, request = self._quotient("i", HANDLERS), self._joined("'request-'", self._quotient("i", 100))
         key = self._joined("'k'", f"({turn} % 5000)")
-        in_future = self._moment(f"{10**9} + i")
-        later = f"CASE WHEN i % 7 = 0 THEN {in_future} ELSE {self._moment('i')} END"
+        in_future = self._time(f"{10**9} + i")
+        later = f"CASE WHEN i % 7 = 0 THEN {in_future} ELSE {self._time('i')} END"
         trace = 'File \\\\"app.py\\\\", line 1, in handle ' * 35
         if self._kind != "mysql":
             trace = trace.replace("\\\\", "\\")
-        told = self._joined(
+        errors = self._joined(
             "CASE WHEN i % 3 = 0 THEN '[{\"type\": \"ValueError\"' ELSE '[{\"type\": \"ConnectionError\"' END",
             "', \"message\": \"pdf:8080 refused after '", "i", f"' ms\", \"traceback\": \"{trace}\"}}]'",
         )  # fmt: skip
@@ -117,8 +117,8 @@ class Filling:
             "key": f"CASE WHEN i % {HANDLERS} = 2 THEN {key} END",
             "partition": "0" if self._look.is_file else f"CASE WHEN {is_shared} THEN {turn} % {PARTITIONS} ELSE 0 END",
             "type": self._joined("'T'", "(i % 8)"), "text_of_i": self._joined("''", "i"),
-            "moment": self._moment("i"), "due": later,
-            "errors": f"CASE WHEN i % 11 = 0 THEN {told} ELSE '[]' END",
+            "time": self._time("i"), "due": later,
+            "errors": f"CASE WHEN i % 11 = 0 THEN {errors} ELSE '[]' END",
             "state": "CASE WHEN i % 11 = 0 THEN 'DEAD' WHEN i % 23 = 1 THEN 'PENDING' ELSE 'SUCCEEDED' END",
             "as_json": "::jsonb" if self._kind == "postgres" else "",
         }  # fmt: skip
@@ -137,9 +137,9 @@ class Filling:
         text = self._joined(f"'{prefix}-0000-7000-8000-'", digits)
         return f"{text}::uuid" if self._kind == "postgres" else text
 
-    def _moment(self, seconds: str) -> str:
+    def _time(self, seconds: str) -> str:
         return {
-            "postgres": f"(timestamp '{BEGINNING}' + ({seconds}) * interval '1 s')",
-            "mysql": f"DATE_ADD('{BEGINNING}', INTERVAL ({seconds}) SECOND)",
-            "sqlite": f"strftime('%Y-%m-%d %H:%M:%S.000000', '{BEGINNING}', ({seconds}) || ' seconds')",
+            "postgres": f"(timestamp '{FIRST_POSITION}' + ({seconds}) * interval '1 s')",
+            "mysql": f"DATE_ADD('{FIRST_POSITION}', INTERVAL ({seconds}) SECOND)",
+            "sqlite": f"strftime('%Y-%m-%d %H:%M:%S.000000', '{FIRST_POSITION}', ({seconds}) || ' seconds')",
         }[self._kind]

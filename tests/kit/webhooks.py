@@ -1,4 +1,4 @@
-"""A real HTTP server on this machine that keeps what is posted to it."""
+"""A real HTTP server on this machine that records the requests it receives."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Receiver:
 
 @contextmanager
 def webhook() -> Iterator[Receiver]:
-    """The receiver, whose server listens already."""
+    """Yield the receiver once its server is listening."""
 
     class Answer(BaseHTTPRequestHandler):
         def do_POST(self) -> None:

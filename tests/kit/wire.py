@@ -1,7 +1,7 @@
 """The messages of a process to its databases: every message that waits for an answer, and every statement in it.
 
 The messages are read off the sockets, so that the driver's own messages count too: preparing a statement, resetting a
-connection, asking for warnings. SQLite has no wire; there, statements are counted where they run.
+connection, fetching warnings. SQLite has no wire; there, statements are counted where they run.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 _QUOTED = re.compile(r"'(?:[^'\\]|\\.|'')*'|`[^`]*`")
-_ASKS = frozenset(b"QSH")  # a simple query, the end of an extended one, a flush: the client waits after each
+_SYNCS = frozenset(b"QSH")  # a simple query, the end of an extended one, a flush: the client waits after each
 _COM_QUERY = 3
 _SHORT = 4096  # bytes
 
@@ -62,13 +62,13 @@ class Wire:
             self._uncounted.append(message)
 
     def _sent_to_postgres(self, connection: int, data: bytes) -> None:
-        place, asks = 0, False
+        place, waits = 0, False
         while (
             place + 5 <= len(data) and data[place]
         ):  # the message that opens a session has no kind byte, and begins with its length
             kind, (length,) = data[place], struct.unpack_from(">I", data, place + 1)
             body = data[place + 5 : place + 1 + length] if kind in b"QPB" else b""
-            asks = asks or kind in _ASKS
+            waits = waits or kind in _SYNCS
             if kind == ord("Q"):
                 self._ran_all(body[:-1])
             elif kind == ord("P"):
@@ -77,7 +77,7 @@ class Wire:
             elif kind == ord("B"):
                 self.ran(self._prepared.get((connection, body.split(b"\0", 2)[1]), "?"))
             place += 1 + length
-        self.round_trips += asks
+        self.round_trips += waits
 
     def _sent_to_mysql(self, data: bytes) -> None:
         if (
@@ -97,7 +97,7 @@ def statements_in(message: str) -> list[str]:
 
 
 def number_of_statements(message: bytes) -> int:
-    """As many as :func:`statements_in` finds; without a look at each text in quotes, for a clock may run."""
+    """The number of statements that :func:`statements_in` finds, computed faster because a clock may run."""
     if b";" not in message:
         return 1
     if b"`" in message:

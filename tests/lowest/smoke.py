@@ -1,7 +1,7 @@
 """A round trip of each extra, with the versions that are installed: ``.ci/lowest-versions`` installs the lowest.
 
-``python -m tests.lowest.smoke`` prints a line for each check, and ends with 1 if a check failed. A database or broker
-whose program this machine lacks is named and left out. ``python -m tests.lowest.smoke sqlalchemy nats`` runs two of
+``python -m tests.lowest.smoke`` prints a line for each check, and exits with 1 if a check failed. A database or
+broker without an installed program is named and skipped. ``python -m tests.lowest.smoke sqlalchemy nats`` runs two of
 the checks.
 """
 
@@ -134,7 +134,7 @@ def application(home: Path) -> dict[str, Any]:
 
 
 async def command(home: Path, *arguments: str) -> str:
-    """The output of a command, which must end well."""
+    """The output of a command, which must succeed."""
     process = await asyncio.create_subprocess_exec(
         *COMMAND, *arguments, **application(home), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )

@@ -1,4 +1,4 @@
-"""Batches: whichever rows are bad, each row is judged once, and only the bad rows fail."""
+"""Batches: whichever rows are bad, each row has one outcome, and only the bad rows fail."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Opened(Event):
 
 
 class NoDatabase:
-    """At least once, a batch needs none."""
+    """An at-least-once batch needs none."""
 
     handler_transactions = 1
 
@@ -50,11 +50,11 @@ async def nothing(*anything: Any, **more: Any) -> Any: ...
 
 
 class Called:
-    """The outcomes of a call of a batch handler, and of the calls that it was split into."""
+    """The outcomes of a call of a batch handler, and of the calls it was split into."""
 
     def __init__(self, size: int, raises: set[int], returns: set[int], undecodable: set[int]) -> None:
         self.calls: list[list[int]] = []
-        self.judged: list[tuple[int, Outcome | None]] = []
+        self.ended: list[tuple[int, Outcome | None]] = []
         self._raises, self._returns, self._undecodable = raises, returns, undecodable
         self._size = size
 
@@ -86,7 +86,7 @@ class Called:
 
         def done(run: Run, outcome: Outcome | None) -> None:
             del batch.remaining[run]
-            self.judged.append((run.notification.sequence, outcome))
+            self.ended.append((run.notification.sequence, outcome))
 
         task = asyncio.current_task()
         assert task is not None
@@ -103,7 +103,7 @@ class Called:
 
 @pytest.mark.slow
 @given(st.integers(1, 40), st.data())
-def test_each_row_of_a_batch_is_judged_once_and_only_the_bad_ones_fail(size: int, data: st.DataObject) -> None:
+def test_each_batch_row_has_one_outcome_and_only_bad_rows_fail(size: int, data: st.DataObject) -> None:
     some = st.sets(st.integers(0, size - 1), max_size=5)
     raises, returns, undecodable = data.draw(some), data.draw(some), data.draw(some)
     called = Called(size, raises, returns, undecodable)
@@ -113,19 +113,19 @@ def test_each_row_of_a_batch_is_judged_once_and_only_the_bad_ones_fail(size: int
     finally:
         logging.disable(logging.NOTSET)
 
-    outcomes = dict(called.judged)
-    assert Counter(number for number, _ in called.judged) == Counter(range(size))
+    outcomes = dict(called.ended)
+    assert Counter(number for number, _ in called.ended) == Counter(range(size))
     failed = {number for number, outcome in outcomes.items() if outcome is not None and outcome.state is State.FAILED}
     assert failed == raises | returns | undecodable
     for number, outcome in outcomes.items():
         assert outcome is not None
-        assert outcome.attempts == 1  # a split spends one attempt, however many calls it took
+        assert outcome.attempts == 1  # a split uses one attempt, regardless of the number of calls
         if number in undecodable:
             assert not any(number in call for call in called.calls)
         elif number in raises:
-            assert [number] in called.calls  # it was alone when it was judged
+            assert [number] in called.calls  # the row was alone in its last call
         else:
-            # A row goes along in calls that fail, but in only one that does not.
+            # A row may be part of several failed calls, but of only one successful call.
             assert sum(number in call and not raises.intersection(call) for call in called.calls) == 1
     bad = len(raises - undecodable)
     assert len(called.calls) <= 1 + 2 * bad * math.ceil(math.log2(size) + 1)

@@ -1,4 +1,4 @@
-"""JSON in and out, for every value: stored whole and read back unchanged, or refused by name."""
+"""JSON for any value: stored and read back unchanged, or refused by name."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Everything(Event):
     amount: Decimal
     label: str
     id: UUID
-    moment: dt.datetime
+    time: dt.datetime
     day: dt.date
     colour: Colour
     raw: bytes
@@ -57,7 +57,7 @@ EVENTS = st.builds(
     amount=st.decimals(allow_nan=False, allow_infinity=False),
     label=text,
     id=st.uuids(),
-    moment=st.datetimes() | st.datetimes(timezones=st.just(dt.UTC)),
+    time=st.datetimes() | st.datetimes(timezones=st.just(dt.UTC)),
     day=st.dates(),
     colour=st.sampled_from(Colour),
     raw=st.binary(max_size=40),
@@ -70,14 +70,14 @@ ANYTHING = json_values(any_text, st.integers() | st.floats()) | st.binary() | st
 
 
 @given(EVENTS, st.booleans())
-def test_every_event_comes_back_as_it_was(event: Everything, stores_nul: bool) -> None:
+def test_every_event_is_read_back_unchanged(event: Everything, stores_nul: bool) -> None:
     stored = encode_object(event, "event Everything", stores_nul=stores_nul)
 
     assert msgspec.json.decode(stored, type=Everything) == event
 
 
 @given(json_objects(text))
-def test_every_object_comes_back_as_it_was(value: dict[str, Any]) -> None:
+def test_every_object_is_read_back_unchanged(value: dict[str, Any]) -> None:
     stored = encode_object(value, "params", stores_nul=False)
 
     assert decode_object(stored.encode()) == value
@@ -87,7 +87,7 @@ def test_every_object_comes_back_as_it_was(value: dict[str, Any]) -> None:
 
 
 @given(ANYTHING | json_objects(any_text, st.integers() | st.floats()), st.booleans())
-def test_whatever_is_given_is_stored_as_readable_json_or_refused_by_name(value: object, stores_nul: bool) -> None:
+def test_any_value_is_stored_as_readable_json_or_refused_by_name(value: object, stores_nul: bool) -> None:
     try:
         stored = encode_object(value, "params of Deposit", stores_nul=stores_nul)
     except InvalidEvent as refusal:
@@ -101,7 +101,7 @@ def test_whatever_is_given_is_stored_as_readable_json_or_refused_by_name(value: 
 
 
 @given(json_objects(any_text, st.floats() | st.integers(-(2**63), 2**64 - 1)))
-def test_only_what_json_or_the_database_cannot_hold_is_refused(value: dict[str, Any]) -> None:
+def test_only_values_json_or_the_database_cannot_hold_are_refused(value: dict[str, Any]) -> None:
     reasons = [
         any(isinstance(leaf, float) and not math.isfinite(leaf) for leaf in leaves_of(value)),
         any("\0" in string for string in strings_in(value)),
@@ -116,7 +116,7 @@ def test_only_what_json_or_the_database_cannot_hold_is_refused(value: dict[str, 
 
 
 @given(st.none() | json_objects(text))
-def test_headers_and_params_come_back_as_they_were_given(value: dict[str, Any] | None) -> None:
+def test_headers_and_params_are_read_back_unchanged(value: dict[str, Any] | None) -> None:
     params = encode_params(value, "Deposit", stores_nul=False)
     headers = encode_headers(value, "Deposit", stores_nul=False)
 
@@ -125,7 +125,7 @@ def test_headers_and_params_come_back_as_they_were_given(value: dict[str, Any] |
 
 
 @given(st.binary(max_size=30) | st.text(max_size=30).map(lambda some: msgspec.json.encode(some)))
-def test_a_column_that_holds_no_object_is_an_error_of_its_own_kind(column: bytes) -> None:
+def test_a_column_without_an_object_is_its_own_kind_of_error(column: bytes) -> None:
     with suppress(msgspec.DecodeError, UnicodeDecodeError):
         assert isinstance(decode_object(column), dict)
 

@@ -1,4 +1,4 @@
-"""Any input to a public entry is taken, or refused in outboxio's words without a written row."""
+"""Any input to a public call is accepted, or refused with a clear error and without a written row."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ async def react(envelope: EventEnvelope[Any]) -> None: ...
 # --- what is given -------------------------------------------------------------------------------------
 
 zones = st.timedeltas(dt.timedelta(hours=-23), dt.timedelta(hours=23)).map(dt.timezone)
-moments = st.datetimes() | st.datetimes(timezones=zones) | st.sampled_from([dt.datetime.min, dt.datetime.max])
+times = st.datetimes() | st.datetimes(timezones=zones) | st.sampled_from([dt.datetime.min, dt.datetime.max])
 ends = st.builds(
-    lambda moment, zone: moment.replace(tzinfo=zone), st.sampled_from([dt.datetime.min, dt.datetime.max]), zones
+    lambda time, zone: time.replace(tzinfo=zone), st.sampled_from([dt.datetime.min, dt.datetime.max]), zones
 )
 numbers = st.integers() | st.sampled_from([0, -1, 2**31, 2**63 - 1, 2**63, -(2**63) - 1, 2**64, 10**400, 10**5000])
 texts = any_text | st.sampled_from(["", " ", "\0", "\ud800", "x" * 256, "x" * 255, "a\nb", "DEAD", "noted", "default"])
 single = (
-    st.none() | st.booleans() | numbers | st.floats() | texts | st.binary(max_size=9) | moments | ends
+    st.none() | st.booleans() | numbers | st.floats() | texts | st.binary(max_size=9) | times | ends
     | st.dates() | st.timedeltas() | st.uuids() | st.decimals() | st.complex_numbers()
     | st.sampled_from([object(), object, Noted, Note, Event, Noted("x"), Note("x"), react, len, Ellipsis])
 )  # fmt: skip
@@ -58,7 +58,7 @@ anything = (
 
 
 def some_of(**fitting: Any) -> st.SearchStrategy[dict[str, Any]]:
-    """Arguments of a call: each fits, or is an arbitrary value."""
+    """Arguments of a call: each is valid or an arbitrary value."""
     return st.fixed_dictionaries({name: st.just(value) | anything for name, value in fitting.items()})
 
 
@@ -66,7 +66,7 @@ def some_of(**fitting: Any) -> st.SearchStrategy[dict[str, Any]]:
 
 
 class Bench:
-    """An outbox in memory, and a connection of the application."""
+    """An in-memory outbox, and a user-supplied connection."""
 
     def __init__(self, outbox: Outbox, connection: sqlite3.Connection) -> None:
         self.outbox = outbox
@@ -87,7 +87,7 @@ class Bench:
         await self.outbox.inbox.consume(message, **given)
 
     async def rows(self) -> list[int]:
-        """The number of all rows that an entry might write."""
+        """The number of all rows that a call might write."""
         tables = ("events", "event_notifications", "consumed_events", "pauses", "subscriptions")
         async with self.outbox.transaction("Count") as tx:
             found = [await tx.fetchval(f"SELECT count(*) FROM eventlog_{table}") for table in tables]
@@ -169,7 +169,7 @@ ENTRIES = WRITES | ORDERS
 @pytest.mark.parametrize("entry", ENTRIES)
 @settings(max_examples=2 * SLOW)
 @given(data=st.data())
-def test_whatever_is_given_is_taken_or_refused_in_our_words_before_anything_is_written(
+def test_any_input_is_accepted_or_refused_before_writing(
     entry: str, data: st.DataObject, bench: Bench, runner: asyncio.Runner
 ) -> None:
     call, fitting = ENTRIES[entry]
@@ -213,7 +213,7 @@ MADE: dict[str, tuple[Callable[..., object], dict[str, Any]]] = {
     "Batch": (Batch, {"size": 5, "max_wait": None, "schedule": None}),
     "Retry": (Retry, {"on": ValueError, "attempts": 2, "delay": "1s"}),
     "MovableClock": (MovableClock, {"start": START}),
-    "MovableClock.set": (lambda moment: MovableClock(START).set(moment), {"moment": START}),
+    "MovableClock.set": (lambda time: MovableClock(START).set(time), {"time": START}),
     "MovableClock.advance": (lambda delta: MovableClock(START).advance(delta), {"delta": "1s"}),
     "Settings": (
         Settings,
@@ -225,7 +225,7 @@ MADE: dict[str, tuple[Callable[..., object], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("made", MADE)
 @given(data=st.data())
-def test_what_cannot_be_made_of_the_values_is_refused_in_our_words(made: str, data: st.DataObject) -> None:
+def test_objects_that_cannot_be_made_raise_outboxio_errors(made: str, data: st.DataObject) -> None:
     make, fitting = MADE[made]
     given_to_it = data.draw(some_of(**fitting))
     try:
@@ -236,7 +236,7 @@ def test_what_cannot_be_made_of_the_values_is_refused_in_our_words(made: str, da
 
 @settings(max_examples=SLOW)
 @given(anything)
-def test_a_timeout_of_drain_is_a_duration_or_refused(timeout: object) -> None:
+def test_a_drain_timeout_is_a_duration_or_refused(timeout: object) -> None:
     async def attempt() -> None:
         async with memory_outbox() as outbox:
             try:

@@ -1,4 +1,4 @@
-"""Outcomes and envelopes, for every error that a handler may raise and every row that it may get."""
+"""Outcomes and envelopes, for any error of a handler and any row."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from outboxio.model.outcome import (
     Outcome,
     describe,
     failure,
+    final_outcome_of,
     in_buckets,
-    verdict_of,
 )
 from outboxio.model.redaction import LONGEST_MESSAGE, LONGEST_TRACEBACK
 from outboxio.support.clock import EPOCH, as_micros
 from outboxio.support.codec import encode_object
-from outboxio.support.log import LONGEST_SHOWN, log_text
+from outboxio.support.log import MAX_SHOWN, log_text
 from tests.kit.hostile import BACKOFFS, DESCRIBED_BADLY, RETRIED_BADLY, NoName, backoff_that, changed
 from tests.kit.properties import any_text, json_objects, names, text
 
@@ -94,15 +94,15 @@ def test_every_error_becomes_text_that_every_database_stores(error: BaseExceptio
 
 
 @given(ERRORS)
-def test_every_error_becomes_one_short_piece_of_a_log_line(error: BaseException) -> None:
+def test_every_error_becomes_one_short_part_of_a_log_line(error: BaseException) -> None:
     line = log_text(error)
 
-    assert len(line) <= LONGEST_SHOWN
+    assert len(line) <= MAX_SHOWN
     assert line.isprintable()
 
 
 @pytest.mark.parametrize("piece", ["\0", "\ud800", "\n"])
-def test_an_error_of_ten_megabytes_is_cut(piece: str) -> None:
+def test_an_error_of_ten_megabytes_is_truncated(piece: str) -> None:
     entry = json.loads(describe(raised(ValueError(piece * 10_000_000), []), NOW, 1))
 
     assert len(entry["message"]) == LONGEST_MESSAGE
@@ -111,22 +111,22 @@ def test_an_error_of_ten_megabytes_is_cut(piece: str) -> None:
 
 
 @given(ERRORS, st.sampled_from([State.DEAD, State.EXPIRED]), st.lists(ERRORS, max_size=3))
-def test_a_verdict_is_read_back_whatever_befell_its_hooks(
+def test_an_outcome_is_read_back_whatever_happened_to_its_hooks(
     error: BaseException, state: State, of_hooks: list[BaseException]
 ) -> None:
-    entries = [describe(error, NOW, 3, verdict=state)]
+    entries = [describe(error, NOW, 3, final_state=state)]
     for failed in of_hooks:
-        entries.append(describe(failed, NOW, 3, hook_of=verdict_of(f"[{','.join(entries)}]")))
+        entries.append(describe(failed, NOW, 3, hook_of=final_outcome_of(f"[{','.join(entries)}]")))
 
     # All of the column, and what is left of it when failed hooks have pushed the handler's own error out.
     for column in (entries, entries[1:] or entries):
-        verdict = verdict_of(f"[{','.join(column)}]")
-        assert (verdict.state, verdict.error.attempt) == (state, 3)
-        assert verdict.error.message == json.loads(entries[0])["message"]
-    assert verdict_of(f"[{','.join(entries)}]").hook_failures == len(of_hooks)
+        outcome = final_outcome_of(f"[{','.join(column)}]")
+        assert (outcome.state, outcome.error.attempt) == (state, 3)
+        assert outcome.error.message == json.loads(entries[0])["message"]
+    assert final_outcome_of(f"[{','.join(entries)}]").hook_failures == len(of_hooks)
 
 
-# Changed after it was made, for a delay or a moment that is none is refused then.
+# Changed after its creation, because an invalid delay or time is refused there.
 RETRY_AFTER = (
     st.builds(
         lambda delay, counts: changed(delay=delay, count_attempt=counts),
@@ -150,7 +150,7 @@ POLICIES = st.builds(
 
 @given(ERRORS | RETRY_AFTER, POLICIES, st.integers(0, 25), st.booleans(), st.booleans(), st.timedeltas())
 @example(changed(delay="soon"), RetryPolicy(), 0, False, False, timedelta(0))
-def test_every_failure_has_an_outcome_that_makes_sense(
+def test_every_failure_has_a_valid_outcome(
     error: BaseException, policy: RetryPolicy, attempts: int, is_final: bool, owes_hook: bool, age: timedelta
 ) -> None:
     began = NOW - min(abs(age), timedelta(days=30))
@@ -186,7 +186,7 @@ def test_every_failure_has_an_outcome_that_makes_sense(
         unique_by=lambda outcome: outcome.notification_id,
     )
 )  # fmt: skip
-def test_buckets_lose_nothing_and_hold_only_equals_in_the_order_of_their_keys(outcomes: list[Outcome]) -> None:
+def test_buckets_lose_nothing_and_hold_equal_outcomes_in_order(outcomes: list[Outcome]) -> None:
     buckets = in_buckets(outcomes)
 
     assert sorted(i for bucket in buckets for i in bucket.ids) == sorted(o.notification_id for o in outcomes)
@@ -209,7 +209,7 @@ async def nothing(*anything: Any, **more: Any) -> Any: ...
 
 
 @given(json_objects(text), st.none() | json_objects(text), names, st.none() | text, st.booleans())
-def test_an_envelope_shows_what_the_row_says(
+def test_an_envelope_shows_the_values_of_its_row(
     params: dict[str, Any], headers: dict[str, Any] | None, name: str, correlation: str | None, as_text: bool
 ) -> None:
     def stored(document: dict[str, Any] | None) -> Any:
@@ -240,7 +240,7 @@ def test_an_envelope_shows_what_the_row_says(
 
 
 @given(st.none() | any_text, st.none() | any_text | st.integers(), st.none() | any_text)
-def test_what_is_emitted_fits_its_columns_or_is_refused(topic: Any, key: Any, model_type: Any) -> None:
+def test_emitted_values_fit_their_columns_or_are_refused(topic: Any, key: Any, model_type: Any) -> None:
     emitter = Emitter(EventTypes(), stores_nul=False, max_hops=32)
     try:
         record = emitter.record(Opened(7), topic=topic, ordering_key=key, model_id=key, model_type=model_type)

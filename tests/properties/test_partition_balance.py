@@ -1,4 +1,4 @@
-"""A simulated cluster keeps every slot owned, comes to rest evenly, and moves few slots; three mutants do not."""
+"""A simulated cluster keeps every slot owned, becomes even, and moves few slots; three mutants do not."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Scenario = Callable[[int, Conditions, int], World]
 
 
 def quiet_problems(scenario: Scenario, *, wakes: bool, runs: int = 2, partitions: int = 16) -> list[str]:
-    """The problems of a scenario without faults other than its own."""
+    """The problems of a scenario without other faults."""
     worlds = [scenario(seed, Conditions(wakes=wakes, **CALM), partitions) for seed in range(runs)]
     problems = [problem for world in worlds for problem in world.problems]
     moves, least = sum(world.moves for world in worlds), sum(world.least for world in worlds)
@@ -34,25 +34,25 @@ def quiet_problems(scenario: Scenario, *, wakes: bool, runs: int = 2, partitions
 
 @pytest.mark.parametrize("wakes", [True, False], ids=["wake-ups", "no wake-ups"])
 @pytest.mark.parametrize(("scenario", "partitions"), [(joins, 7), (joins, 16), (crashes, 16), (deploy, 16)])
-def test_a_quiet_cluster_moves_few_slots_and_is_even_soon(scenario: Scenario, partitions: int, wakes: bool) -> None:
+def test_a_quiet_cluster_moves_few_slots_and_soon_is_even(scenario: Scenario, partitions: int, wakes: bool) -> None:
     assert quiet_problems(scenario, wakes=wakes, partitions=partitions) == []
 
 
 @settings(max_examples=4, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 2**32), wakes=st.booleans())
-def test_whatever_happens_every_slot_is_owned_again_and_the_cluster_comes_to_rest(seed: int, wakes: bool) -> None:
+def test_every_slot_is_owned_again_after_any_events(seed: int, wakes: bool) -> None:
     conditions = Conditions(wakes=wakes, long_runs=0.02, longest_unowned=4.0, longest_uneven=60.0)
 
     assert anything(seed, conditions, seconds=25.0).problems == []
 
 
-def test_without_evidence_the_simulation_finds_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_simulation_fails_without_evidence_of_owners(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PartitionShare, "owner_of", lambda *_: None)
 
     assert quiet_problems(crashes, wakes=True, runs=1) != []
 
 
-def test_with_the_remainder_by_hash_alone_the_simulation_finds_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_simulation_fails_with_a_remainder_by_hash_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     true_quotas = lock_plan.quotas
 
     def by_hash(members: Collection[str], counts: Mapping[str, int], slots: int, key: str) -> dict[str, int]:
@@ -63,7 +63,7 @@ def test_with_the_remainder_by_hash_alone_the_simulation_finds_a_problem(monkeyp
     assert quiet_problems(joins, wakes=True, partitions=7) != []
 
 
-def test_with_full_processes_that_take_what_was_released_the_simulation_finds_a_problem(
+def test_the_simulation_fails_if_full_processes_take_released_slots(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(partition_share, "LEFT_OVER_AGE", 0.0)

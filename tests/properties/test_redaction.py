@@ -1,4 +1,4 @@
-"""Redaction of any document and any text: no error is lost, and no password is shown."""
+"""Redaction of any document and text: no error is lost, and no password is shown."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from tests.unit.test_redaction import NOW, record
 
 
 @given(json_objects(any_text), any_text, st.functions(like=lambda some: "", returns=st.none() | any_text))
-def test_no_function_can_lose_an_error_or_a_record(document: dict[str, Any], message: str, redact: Any) -> None:
+def test_no_redaction_function_can_lose_an_error_or_a_record(
+    document: dict[str, Any], message: str, redact: Any
+) -> None:
     safe = checked_redact(redact)
     clean = json.loads(json.dumps(document).encode("utf-8", "replace").replace(b"\\ud", b"?"))
 
@@ -30,7 +32,7 @@ def test_no_function_can_lose_an_error_or_a_record(document: dict[str, Any], mes
 
 
 @given(json_objects(text))
-def test_without_a_function_everything_is_as_it_is(document: dict[str, Any]) -> None:
+def test_without_a_redaction_function_everything_is_unchanged(document: dict[str, Any]) -> None:
     whole = record(payload=document, errors=[document])
 
     assert checked_redact(None) is keep_all
@@ -39,7 +41,7 @@ def test_without_a_function_everything_is_as_it_is(document: dict[str, Any]) -> 
 
 
 @given(st.text(st.characters(exclude_categories=["Z", "C"], exclude_characters="'\""), max_size=20))
-def test_no_password_of_a_url_is_shown_whatever_it_is_made_of(password: str) -> None:
+def test_no_password_of_any_url_is_shown(password: str) -> None:
     secret = f"s3cret{password}s3cret"
 
     assert "s3cret" not in without_passwords(f"cannot open postgresql://ada:{secret}@host/app, sorry")

@@ -1,6 +1,6 @@
-"""Whatever a session does, and however it ends: each committed row has its event, and each event its row.
+"""Whatever a session does and however it ends, each committed row has its event, and each event its row.
 
-A program is a list of steps. Each step that adds a row also emits the event of the row, in the same place.
+A program is a list of steps. Each step that adds a row also emits the event of the row at the same point.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ ENDS = ("commit", "commit the root", "refuse", "roll back", "close")
 
 
 def programs(*ends: str) -> st.SearchStrategy[list[Step]]:
-    """Programs that may end and begin transactions by ``ends``."""
+    """Programs that may end and start transactions by ``ends``."""
     step = st.builds(Step, st.sampled_from(STEPS * 2 + ends), st.integers(0, 2))
     return st.lists(step, min_size=8, max_size=30)
 
 
 listeners = st.lists(
     st.builds(Listener, st.sampled_from(HOOKS), st.sampled_from(WORK), st.integers(0, 3))
-    # SQLAlchemy forgets the objects of a flush if a savepoint is rolled back meanwhile, and loses track of a savepoint
+    # SQLAlchemy forgets the objects of a flush if a savepoint is rolled back during it, and loses track of a savepoint
     # that is left open.
     .filter(lambda each: each.hook == "before_commit" or each.work not in WORK[-2:]),
     max_size=2,
@@ -274,7 +274,7 @@ class ActionSession(Program):
 
 
 def flush_all(session: Session) -> None:
-    """Write what listeners of a flush have added, before a savepoint begins: its rollback forgets unwritten objects."""
+    """Write what listeners of a flush have added before a savepoint starts: its rollback forgets unwritten objects."""
     while session.new and not session._flushing:
         session.flush()
 

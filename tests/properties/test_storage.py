@@ -1,4 +1,4 @@
-"""Every text and every document comes back unchanged from every database, and every error is stored."""
+"""Any text and document is read back unchanged from every database, and any error is stored."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Fact = tuple[dict[str, Any], dict[str, Any], dict[str, Any], str, str]
 
 @FEW
 @given(st.lists(st.tuples(DOCUMENTS, DOCUMENTS, DOCUMENTS, names, names), min_size=5, max_size=25))
-async def test_documents_names_and_keys_come_back_as_they_went_in(outbox: Outbox, facts: list[Fact]) -> None:
+async def test_documents_names_and_keys_are_read_back_unchanged(outbox: Outbox, facts: list[Fact]) -> None:
     seen: dict[int, EventEnvelope[Said]] = {}
 
     async def handle(envelope: EventEnvelope[Said]) -> None:
@@ -54,7 +54,7 @@ async def test_documents_names_and_keys_come_back_as_they_went_in(outbox: Outbox
 @given(
     st.lists(any_text | st.builds(lambda some, n: some * n, any_text, st.integers(1, 1000)), min_size=5, max_size=40)
 )
-async def test_every_error_is_stored_beside_all_others(outbox: Outbox, messages: list[str]) -> None:
+async def test_every_error_is_stored_in_one_statement_with_others(outbox: Outbox, messages: list[str]) -> None:
     async def handle(envelope: EventEnvelope[Said]) -> None:
         raise ValueError(messages[envelope.event.number])
 

@@ -1,4 +1,4 @@
-"""Every suspect has its turn, however many further rows are due, and whatever rows the reads show."""
+"""Every suspect gets its turn, however many other rows are due and whichever rows the reads return."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from outboxio.runs.cursor import HandlerCursor
 from outboxio.runs.handler_queue import HandlerQueue
 from tests.unit.test_poison import NOON, Process, Table, left, queue_of, row, source_of
 
-READ = 8  # rows that one read takes of a handler
+READ = 8  # rows per read and handler
 LONGEST_RUN = 3  # rounds
 
 
 @pytest.fixture(autouse=True)
 def stop() -> Iterator[None]:
-    """No test waits for runs that an earlier test has left."""
+    """No test waits for runs left by an earlier test."""
     yield
     while Process.running:
         Process.running.pop().crashes.leave()
@@ -55,24 +55,24 @@ class Service:
     async def round(self) -> None:
         self.rounds += 1
         self._end_some()
-        asked, rows = self._read()
-        for one in await self.process.crashes.filter_startable(asked, rows):
+        queried, rows = self._read()
+        for one in await self.process.crashes.filter_startable(queried, rows):
             if one.id not in self.process.in_flight:
                 await self._start(one)
 
     def _read(self) -> tuple[list[tuple[HandlerCursor, DueQuery]], list[Notification]]:
-        """Some reads begin at the beginning, the rest anywhere behind it."""
+        """Some reads start at the beginning, the others at any position."""
         for source in self.sources:
             source.sweeps = self.random.random() < 0.3
-        asked, rows = list[tuple[HandlerCursor, DueQuery]](), list[Notification]()
+        queried, rows = list[tuple[HandlerCursor, DueQuery]](), list[Notification]()
         for source in self.process.crashes.readable(self.sources):
-            soon = not source.scan.has_period  # it was told to begin at the beginning
+            soon = not source.scan.has_period  # it was requested to start at the beginning
             source.sweeps = source.sweeps or soon
             source.scan.begin_period(0.0)
             begin = 0 if source.sweeps else self.random.randrange(len(self.due[source.slot.handler_name]) + 1)
-            asked.append((source, DueQuery(source.slot.handler_name, READ)))
+            queried.append((source, DueQuery(source.slot.handler_name, READ)))
             rows += self.due[source.slot.handler_name][begin : begin + READ]
-        return asked, rows
+        return queried, rows
 
     async def _start(self, one: Notification) -> None:
         process, number = self.process, one.id.int
@@ -108,7 +108,7 @@ class Service:
 async def test_each_suspect_runs_alone_within_a_bounded_number_of_rounds(
     suspects: list[int], healthy: int, seed: int
 ) -> None:
-    """One or two rounds per suspect, and a while until the rows in flight before have ended."""
+    """One or two rounds per suspect, and some time until the rows in flight before have finished."""
     service = Service(suspects, [healthy] * len(suspects), seed)
     most = 100 + 20 * sum(suspects) + 10 * healthy
     while set(service.ran) != service.suspects:
@@ -117,7 +117,7 @@ async def test_each_suspect_runs_alone_within_a_bounded_number_of_rounds(
     service.process.crashes.leave()
 
 
-async def test_healthy_rows_of_other_handlers_go_on_meanwhile() -> None:
+async def test_healthy_rows_of_other_handlers_continue() -> None:
     service = Service([12, 0], [40, 40], seed=1)
     while set(service.ran) != service.suspects:
         before = service.others
@@ -126,7 +126,7 @@ async def test_healthy_rows_of_other_handlers_go_on_meanwhile() -> None:
         assert service.others > before
 
 
-async def test_a_read_that_sees_no_suspect_does_not_fill_a_held_handler_again() -> None:
+async def test_a_read_without_suspects_does_not_refill_a_held_handler() -> None:
     process = Process(Table(left(2)))
     process.crashes.taken(source := source_of(queue_of()))
     assert await process.find(source, row(1)) == [1]
@@ -138,7 +138,7 @@ async def test_a_read_that_sees_no_suspect_does_not_fill_a_held_handler_again() 
     assert await process.find(source, row(2), row(3)) == [2]
 
 
-async def test_a_held_handler_is_let_go_when_none_of_its_suspects_is_due_any_more() -> None:
+async def test_a_held_handler_is_released_once_no_suspect_is_due() -> None:
     process, queue = Process(Table(left(1), left(2))), queue_of()
     process.crashes.taken(source := source_of(queue))
     assert await process.find(source, row(3)) == [3]
@@ -150,7 +150,7 @@ async def test_a_held_handler_is_let_go_when_none_of_its_suspects_is_due_any_mor
     assert not process.crashes.is_holding
 
 
-async def test_a_handler_whose_lock_was_lost_is_let_go() -> None:
+async def test_a_handler_whose_lock_was_lost_is_released() -> None:
     process = Process(Table(left(1), left(2, name="ledger")))
     mail, ledger = source_of(queue_of()), source_of(queue_of("ledger"), name="ledger")
     process.crashes.taken(mail)
@@ -162,8 +162,8 @@ async def test_a_handler_whose_lock_was_lost_is_let_go() -> None:
     assert await process.find(ledger, row(2, "ledger")) == [2]
 
 
-async def test_only_a_read_from_the_beginning_holds_a_handler() -> None:
-    """The rows in flight would have to end for a suspect that the next read may not find."""
+async def test_only_a_sweep_holds_a_handler() -> None:
+    """The rows in flight would have to finish for a suspect that the next read may not find."""
     process = Process(Table(left(1)))
     process.crashes.taken(source := source_of(queue_of()))
     source.sweeps = False

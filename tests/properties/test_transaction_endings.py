@@ -1,4 +1,4 @@
-"""A long string of SQL is read once, from the left to the right: the time grows with the length and no faster."""
+"""A long SQL string is scanned once, in time proportional to its length."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PIECES = (
 
 @everywhere
 @pytest.mark.parametrize("piece", PIECES)
-def test_a_long_string_is_looked_through_once(ending_in: Callable[[str], str | None], piece: str) -> None:
+def test_a_long_string_is_scanned_once(ending_in: Callable[[str], str | None], piece: str) -> None:
     started = time.process_time()
     for before in ("", "SELECT 1; ", "CREATE FUNCTION f() BEGIN ATOMIC; ", "SELECT '"):
         ending_in(before + piece * 5_000 + "SELECT 1; COMMITTED")

@@ -1,4 +1,4 @@
-"""Shares of the transactions, after any sequence of taking and giving back."""
+"""Shares of the transactions, after any sequence of acquisitions and releases."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from outboxio.runs.transaction_shares import Shares
     total=st.integers(1, 12), handlers=st.integers(0, 6), hooks=st.integers(0, 6),
     steps=st.lists(st.tuples(st.booleans(), st.integers(0, 11)), max_size=80),
 )  # fmt: skip
-def test_whoever_has_nothing_and_comes_first_never_waits_for_a_kind_that_is_idle(
+def test_the_first_waiter_never_waits_for_an_idle_kind(
     total: int, handlers: int, hooks: int, steps: list[tuple[bool, int]]
 ) -> None:
-    """After any sequence: no more transactions are out than exist, and neither kind can have all of them."""
+    """After any sequence: no more transactions are in use than exist, and neither kind can have all of them."""
     shares = Shares(total, handlers=handlers, hooks=hooks)
     of_handlers = [shares.of_handler() for _ in range(handlers)]
     of_hooks = [shares.of_hook(is_expected=True) for _ in range(hooks)]
@@ -25,14 +25,14 @@ def test_whoever_has_nothing_and_comes_first_never_waits_for_a_kind_that_is_idle
         if takes:
             shares.take(claim)
         elif claim.taken:
-            shares.give_back(claim)
+            shares.release(claim)
         out = sum(claim.taken for claim in claims)
         assert out <= (max(total, 2) if handlers and hooks else total)
         for kind in (of_handlers, of_hooks):
             if kind and not any(claim.taken for claim in kind):
                 assert shares.may_take(kind[0])
     while out := [claim for claim in claims if claim.taken]:
-        shares.give_back(out[0])
+        shares.release(out[0])
     for claim in claims:
         assert shares.take(claim)
-        shares.give_back(claim)
+        shares.release(claim)

@@ -1,7 +1,7 @@
 """Run scenarios in simulated worlds: ``python -m tests.simulation --scenario ordered --seed 17``.
 
-Without ``--seed`` and ``--seeds first:last``, ``--seeds 1000`` draws so many new seeds for each scenario. The trace of
-the first failing seed of each scenario is printed, and a table at the end.
+Without ``--seed`` and ``--seeds first:last``, ``--seeds 1000`` draws this many new seeds for each scenario. The trace
+of the first failing seed of each scenario is printed, and a table at the end.
 """
 
 from __future__ import annotations
@@ -56,55 +56,55 @@ def main() -> int:
     parser.add_argument("--faults", choices=("usual", "none"), default="usual")
     parser.add_argument("--repeat", type=int, metavar="N", help="play each seed N times, and compare the traces")
     parser.add_argument("--trace", action="store_true", help="print the whole trace, also of a seed that is right")
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     print(TITLE, file=sys.stderr)
-    names = asked.scenario or list(SCENARIOS)
+    names = arguments.scenario or list(SCENARIOS)
     rows = [Row(name) for name in names]
-    for row, seeds in zip(rows, _seeds(asked, len(names)), strict=True):
-        with SCENARIOS[row.scenario].simulation(faults=asked.faults == "usual") as simulation:
+    for row, seeds in zip(rows, _seeds(arguments, len(names)), strict=True):
+        with SCENARIOS[row.scenario].simulation(faults=arguments.faults == "usual") as simulation:
             for seed in seeds:
-                _play(simulation, row, seed, asked)
+                _play(simulation, row, seed, arguments)
         print(row, file=sys.stderr, flush=True)  # the progress
     print(TITLE, *rows, sep="\n")
     return int(any(row.failed for row in rows))
 
 
-def _seeds(asked: argparse.Namespace, scenarios: int) -> list[Sequence[int]]:
+def _seeds(arguments: argparse.Namespace, scenarios: int) -> list[Sequence[int]]:
     """The seeds of each scenario."""
-    if asked.seed is not None:
-        return [[asked.seed]] * scenarios
-    first, colon, last = asked.seeds.partition(":")
+    if arguments.seed is not None:
+        return [[arguments.seed]] * scenarios
+    first, colon, last = arguments.seeds.partition(":")
     if colon:
         return [range(int(first), int(last))] * scenarios
     drawn = [SystemRandom().randrange(NEW_SEEDS) for _ in range(int(first))]
     return [drawn[number::scenarios] for number in range(scenarios)]
 
 
-def _play(simulation: Simulation, row: Row, seed: int, asked: argparse.Namespace) -> None:
+def _play(simulation: Simulation, row: Row, seed: int, arguments: argparse.Namespace) -> None:
     began = time.process_time()
-    played = simulation.play(seed, record=asked.trace)
+    played = simulation.play(seed, record=arguments.trace)
     row.cpu_seconds += time.process_time() - began
     row.seeds += 1
     row.steps += played.steps
     row.virtual_seconds += played.seconds
     why = played.why
-    if asked.repeat:
-        hashes = {simulation.play(seed, record=True).hash for _ in range(asked.repeat)}
+    if arguments.repeat:
+        hashes = {simulation.play(seed, record=True).hash for _ in range(arguments.repeat)}
         print(f"{row.scenario} {seed}: {' '.join(sorted(hashes))}")
         if len(hashes) > 1:
-            why = f"{len(hashes)} different traces in {asked.repeat} repetitions"
-    if asked.trace:
+            why = f"{len(hashes)} different traces in {arguments.repeat} repetitions"
+    if arguments.trace:
         print("\n".join(played.trace))
     if why is None:
         return
     row.failed.append(seed)
-    if len(row.failed) == 1 and not asked.trace:
+    if len(row.failed) == 1 and not arguments.trace:
         again = simulation.play(seed, record=True)
         print("\n".join(again.trace[-LAST_STEPS:]))
         if again.error is not None:
             traceback.print_exception(again.error, file=sys.stdout)
     print(f"{row.scenario}: seed {seed}: {why}")
-    print(f"repeat it: {command(row.scenario, seed, faults=asked.faults == 'usual')}", flush=True)
+    print(f"repeat it: {command(row.scenario, seed, faults=arguments.faults == 'usual')}", flush=True)
 
 
 if __name__ == "__main__":

@@ -24,12 +24,12 @@ SETTINGS = Settings(
     handling_poll_delay="200ms", purge_enabled=False, max_crashes=1000,
 )  # fmt: skip
 UNFINISHED = ("PENDING", "FAILED", "BLOCKED", "DYING")
-INVARIANTS = (1, 2, 3, 4, 5, 6, 7, 8)  # without those about partitions, of which a file has one
+INVARIANTS = (1, 2, 3, 4, 5, 6, 7, 8)  # without the invariants of partitions, because a file has one partition
 START_AGAIN = 0.5  # seconds after which a process whose database was away starts again
 
 
 class Application:
-    """What happens in a world beside its faults. A subclass adds processes and promises of its own."""
+    """What happens in a world apart from its faults. A subclass adds processes and guarantees."""
 
     tables: Sequence[str] = ()
     """Statements that make further tables."""
@@ -52,13 +52,13 @@ class Application:
             self.instance.add_handler(outbox, name, kind)
 
     async def stay(self, outbox: Outbox, process: Process) -> None:
-        """What a worker does in ``running()``, until it is asked to leave."""
+        """What a worker does in ``running()`` until it is terminated."""
         await process.leaving.wait()
 
     def start_others(self) -> None:
         """Start further processes."""
 
-    async def meanwhile(self) -> None:
+    async def during(self) -> None:
         """What happens while the producer produces."""
         await asyncio.sleep(self.world.random.uniform(0.2, 1))
 
@@ -67,7 +67,7 @@ class Application:
         await self.world.settle()
 
     def broken(self) -> Iterator[str]:
-        """The further promises that are broken at the end."""
+        """The additional guarantees that are violated at the end."""
         yield from ()
 
     # --- the processes ---------------------------------------------------------------------------
@@ -79,8 +79,8 @@ class Application:
             self.workers.append(self.world.start(f"worker-{number + 1}", self.work))
         producer = self.world.start("producer", self.produce, restarts=False)
         self.start_others()
-        await self.meanwhile()
-        producer.ask_to_leave()
+        await self.during()
+        producer.request_stop()
         await self.world.until(lambda: not producer.is_alive, 60)
         await self.account()
         await self.settle()
@@ -94,7 +94,7 @@ class Application:
         assert not broken, "; ".join(broken[:5])
 
     async def account(self) -> None:
-        """Check that every unfinished row has a reason, while all processes stand still after the last fault."""
+        """Check that every unfinished row has a reason, while all processes are stopped after the last fault."""
         if self.world.end_of_faults is not None:
             await self.world.end_of_faults()
         await self.world.calm()
@@ -108,7 +108,7 @@ class Application:
         process.is_ready = True
         async with self.outbox(process) as outbox:
             rows, waiting, before = await unfinished(outbox), dict[str, int](), None
-            while rows != before:  # a statement that was under way may still change rows
+            while rows != before:  # a statement in progress may still change rows
                 before, waiting, rows = rows, await outbox.admin.waiting(), await unfinished(outbox)
             assert sum(waiting.values()) == len(rows), f"{len(rows)} unfinished rows, and the reasons are {waiting}"
             for row in rows:
@@ -155,7 +155,7 @@ class Backlog(Application):
 
     pauses = (0.002, 0.005)
 
-    async def meanwhile(self) -> None:
+    async def during(self) -> None:
         await asyncio.sleep(self.world.random.uniform(0.3, 0.8))
 
 
@@ -181,7 +181,7 @@ class Scenario:
 def _started_by_former_holder(case: Case) -> Iterator[str]:
     """The runs that start after another process has taken the lock.
 
-    Here, unlike in a chaos run, nobody ends the session of a process that cannot know yet.
+    Here, unlike in a chaos run, nothing ends the session of a process that has not noticed yet.
     """
     for run in case.runs:
         for taken in case.newest.get(lock_of(run.slot), ()):

@@ -15,7 +15,7 @@ from tests.chaos.handlers import Happened, Kind
 from tests.chaos.producer import Act
 from tests.simulation.application import Application
 
-ENDS_WITHIN = 20.0  # seconds after which a process that was asked to leave is killed, as by Kubernetes
+ENDS_WITHIN = 20.0  # seconds after which a process that received SIGTERM is killed, as by Kubernetes
 RESTARTS = 3
 NEW = "SELECT id FROM eventlog_events WHERE event_type = 'Happened' AND headers LIKE '%outboxio-event-version%'"
 ADDED = "SELECT 1 FROM eventlog_subscriptions WHERE handler_name = ?"
@@ -43,14 +43,14 @@ class NewAct(Act):
 
 
 class Leaving(Application):
-    """Workers are asked to leave while their handlers run, and are started again."""
+    """Workers are terminated while their handlers run, and are restarted."""
 
-    async def meanwhile(self) -> None:
+    async def during(self) -> None:
         chances = self.world.random
         for _ in range(RESTARTS):
             await asyncio.sleep(chances.uniform(0.2, 1))
             worker = chances.choice(self.workers)
-            worker.ask_to_leave()
+            worker.request_stop()
             await self.world.until(lambda worker=worker: not worker.is_alive, ENDS_WITHIN)  # type: ignore[misc]
             await self.world.restart(worker)
 
@@ -81,11 +81,11 @@ class Rolling(Application):
             if has is not None:
                 self.instance.add_handler(outbox, name, has)
 
-    async def meanwhile(self) -> None:
+    async def during(self) -> None:
         await asyncio.sleep(self.world.random.uniform(0.2, 1))
         for worker in self.workers:
             self.is_new[worker.name] = True
-            worker.ask_to_leave()
+            worker.request_stop()
             if not await self.world.until(lambda worker=worker: not worker.is_alive, ENDS_WITHIN):  # type: ignore[misc]
                 await self.world.kill(worker)
             await self.world.restart(worker)
@@ -108,7 +108,7 @@ class Rolling(Application):
 
 
 class Versions(Rolling):
-    """The new version knows a new version of the event. Producers of both versions are there from the beginning."""
+    """The new code has a new version of the event. Producers of both versions run from the start."""
 
     def old_kind(self, name: str, kind: Kind) -> Kind | None:
         return replace(kind, event=Happened)
@@ -116,9 +116,9 @@ class Versions(Rolling):
     def start_others(self) -> None:
         self.new_producer = self.world.start("new-producer", self.produce_new, restarts=False)
 
-    async def meanwhile(self) -> None:
-        await super().meanwhile()
-        self.new_producer.ask_to_leave()
+    async def during(self) -> None:
+        await super().during()
+        self.new_producer.request_stop()
         await self.world.until(lambda: not self.new_producer.is_alive, 60)
 
     async def produce_new(self, process: Process) -> None:
@@ -128,6 +128,6 @@ class Versions(Rolling):
         new = {id for (id,) in self.world.fetch(NEW)}
         for line in (line for line in self.history.lines if line.what == "start" and line.event in new):
             if not self.known[line.process]:
-                yield f"{line.process} has run {line.handler} for {line.event}, whose version it does not know"
+                yield f"{line.process} has run {line.handler} for {line.event}, whose version it cannot decode"
         for event, handler, attempts in self.world.fetch(ATTEMPTED):
             yield f"{handler} has used {attempts} attempts for event {event}, which has only waited for its version"

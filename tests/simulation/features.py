@@ -1,4 +1,4 @@
-"""Scenarios of what processes do beside events: jobs, keyed locks, and the inbox."""
+"""Scenarios of other features: jobs, keyed locks, and the inbox."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SELECT strftime('%s', next_date) - strftime('%s', (SELECT min(date) FROM job_beg
 class Jobs(Application):
     """Each scheduled time of a job has one effect, or is counted as missed."""
 
-    tables = ("CREATE TABLE job_effects (moment TEXT)", "CREATE TABLE job_begins (date TEXT)", FIRST_DATE)
+    tables = ("CREATE TABLE job_effects (scheduled TEXT)", "CREATE TABLE job_begins (date TEXT)", FIRST_DATE)
 
     def register(self, outbox: Outbox, process: Process) -> None:
         super().register(outbox, process)
@@ -52,11 +52,11 @@ class Jobs(Application):
         @outbox.job("tick", every="1s", retry=RetryPolicy(max_attempts=None, base="50ms", factor=1))
         async def tick(job: Job, tx: Transaction) -> None:
             await asyncio.sleep(chances.random() * 0.4)
-            await tx.execute("INSERT INTO job_effects VALUES (?)", str(job.moment))
+            await tx.execute("INSERT INTO job_effects VALUES (?)", str(job.scheduled_at))
             if chances.random() < 0.2:
                 raise ValueError("the job fails now and then")
 
-    async def meanwhile(self) -> None:
+    async def during(self) -> None:
         await asyncio.sleep(self.world.random.uniform(1, 4))
 
     async def settle(self) -> None:
@@ -68,8 +68,10 @@ class Jobs(Application):
         return int(self.world.fetch("SELECT count(*) FROM job_effects")[0][0])
 
     def broken(self) -> Iterator[str]:
-        effects = Counter(moment for (moment,) in self.world.fetch("SELECT moment FROM job_effects"))
-        yield from (f"the job has {number} effects for {moment}" for moment, number in effects.items() if number > 1)
+        effects = Counter(scheduled for (scheduled,) in self.world.fetch("SELECT scheduled FROM job_effects"))
+        yield from (
+            f"the job has {number} effects for {scheduled}" for scheduled, number in effects.items() if number > 1
+        )
         [(times, missed, state)] = self.world.fetch(NUMBER_OF_TIMES)
         unfinished = state != "WAITING"
         if times != len(effects) + missed + unfinished:
@@ -101,7 +103,7 @@ class Locks(Application):
     def start_others(self) -> None:
         self.held = list[Held]()
 
-    async def meanwhile(self) -> None:
+    async def during(self) -> None:
         await asyncio.sleep(self.world.random.uniform(0.5, 3))
 
     async def stay(self, outbox: Outbox, process: Process) -> None:
@@ -141,7 +143,7 @@ class Locks(Application):
 # --- the inbox -----------------------------------------------------------------------------------
 
 MESSAGES = 5  # of each source
-CHANGED = 0.1  # how often a message comes again with another payload
+CHANGED = 0.1  # how often a message is repeated with a different payload
 SOURCES = ("received", "consumed")
 
 
@@ -217,7 +219,9 @@ class Inbox(Application):
             and self.accepted.setdefault(message, event.is_changed) != event.is_changed
         ):
             raise AssertionError(f"message {message} was received with two payloads")
-        if status != "CONFLICT" and chances.random() < 0.6 and message in self.waiting:  # otherwise the answer is lost
+        if (
+            status != "CONFLICT" and chances.random() < 0.6 and message in self.waiting
+        ):  # otherwise the response is lost
             self.waiting.remove(message)
 
     async def settle(self) -> None:

@@ -10,7 +10,7 @@ from outboxio.dispatch.scheduler import Scheduler
 from outboxio.dispatch.settler import Settler
 from outboxio.dispatch.workers import WorkerPool
 from outboxio.runs.handler_transactions import HandlerTransactions
-from outboxio.runs.opening import RowClaim
+from outboxio.runs.opening import RowClaimer
 from outboxio.runtime.lock_manager import LockManager
 from outboxio.runtime.shard_run import ShardRun
 from outboxio.testing.simulation import World
@@ -68,7 +68,7 @@ class SimulatedHistory:
 
 
 class LeavingProcess:
-    """Whether the process whose callback runs was asked to leave, as the chaos worker asks it."""
+    """Whether the process whose callback runs is shutting down, checked as in the chaos worker."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -83,7 +83,7 @@ def watched(world: World, history: SimulatedHistory) -> Generator[Instance]:
     """Let all outboxes write what they do to the history, as the worker of a chaos run does."""
     places = [
         (ShardRun, "lock_taken"), (ShardRun, "lock_lost"), (ShardRun, "locks_proven_until"), (LockManager, "release"),
-        (LockManager, "_give_back"), (WorkerPool, "_has_time"), (Scheduler, "next_run"), (RowClaim, "finish"),
+        (LockManager, "_release_names"), (WorkerPool, "_has_time"), (Scheduler, "next_run"), (RowClaimer, "finish"),
         (HandlerTransactions, "run"), (Settler, "_refuse"),
     ]  # fmt: skip
     kept = [(owner, name, getattr(owner, name)) for owner, name in places]
@@ -107,7 +107,7 @@ def final(world: World, names: Mapping[str, str]) -> Final:
             Stored(id=id, action=action, type=kind, cause=cause or "", delivered=bool(delivered))
             for id, action, kind, cause, delivered in world.fetch(
                 "SELECT id, action_id, event_type, causation_id, delivered FROM eventlog_events"
-                " WHERE event_type IS NOT NULL AND source IS NULL"  # the producer does not know the inbox
+                " WHERE event_type IS NOT NULL AND source IS NULL"  # the history lacks the events of the inbox
             )
         ],
         notifications=[

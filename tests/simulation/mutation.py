@@ -1,9 +1,9 @@
-"""``python -m tests.simulation.mutation``: in how many seeds does the simulation notice a broken promise?
+"""``python -m tests.simulation.mutation``: in how many seeds does the simulation detect a broken guarantee?
 
 The mutants are the patches of ``tests/chaos/mutants`` and of ``tests/simulation/mutants``. The header of a patch names
 the scenario that shows the break: ``Simulation: fenced-ordered``. The patch is applied to a copy of the tree, and the
-scenario runs there with one seed after the other until one fails. A seed that fails in the unbroken tree as well
-catches nothing.
+scenario runs there with one seed after the other until one fails. A seed that fails in the original tree as well
+does not count.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Mutant(Struct, frozen=True):
     @classmethod
     def read(cls, patch: Path) -> Mutant:
         header = patch.read_text().partition("diff --git")[0].strip().splitlines()
-        told = dict(line.split(":", 1) for line in header[1:] if ":" in line)
-        return cls(patch, header[0], told.get("Simulation", "").strip())
+        fields = dict(line.split(":", 1) for line in header[1:] if ":" in line)
+        return cls(patch, header[0], fields.get("Simulation", "").strip())
 
 
 class Search(Struct, frozen=True):
@@ -57,7 +57,7 @@ def mutants() -> list[Mutant]:
 
 
 def is_set_aside(mutant: Mutant) -> bool:
-    """True for a third, drawn at random by name, which nobody looks at while properties and scenarios are written."""
+    """True for a third, drawn at random by name, which is held out while properties and scenarios are written."""
     return random.Random(mutant.patch.stem).random() < 1 / 3
 
 

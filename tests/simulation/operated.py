@@ -1,4 +1,4 @@
-"""Scenarios in which a further process gives orders: an operator, and a caller of drain()."""
+"""Scenarios with a further process: an operator, and a caller of drain()."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ WHERE sequence <= ? AND (state = 'PENDING' OR state = 'FAILED' AND next_retry_at
 
 
 class Operated(Application):
-    """An operator retries, skips, pauses, resumes and replays meanwhile."""
+    """An operator retries, skips, pauses, resumes and replays during the run."""
 
     def start_others(self) -> None:
         self.is_ending = False
         self.operator = self.world.start("operator", self.operate)
 
-    async def meanwhile(self) -> None:
+    async def during(self) -> None:
         await asyncio.sleep(self.world.random.uniform(0.5, 3))
 
     async def settle(self) -> None:
@@ -123,7 +123,7 @@ class Drained(Application):
         self.left = list[str]()
         self.drainer = self.world.start("drainer", self.drain)
 
-    async def meanwhile(self) -> None:
+    async def during(self) -> None:
         await asyncio.sleep(self.world.random.uniform(0.3, 1))
 
     async def drain(self, process: Process) -> None:

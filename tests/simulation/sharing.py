@@ -20,8 +20,8 @@ from outboxio.errors import DatabaseUnavailable
 from outboxio.model.lock_name import LockName
 from outboxio.model.notification import Position
 from outboxio.model.outcome import Lease
-from outboxio.storage.protocols import ClusterView, Instance, Rehomed, SeenLease
-from outboxio.storage.protocols.values import Orders, PartitionCount
+from outboxio.storage.protocols import ClusterView, Instance, RehashResult, SeenLease
+from outboxio.storage.protocols.values import ControlState, PartitionCount
 from outboxio.testing.simulation import Process, World
 from tests.chaos.handlers import Happened
 from tests.kit.inside import database_of
@@ -74,7 +74,7 @@ class PartitionsInMemory:
             )
         return len(larger)
 
-    async def names_of_older(self, namespace: str, since: datetime) -> set[str]:
+    async def names_of_older_versions(self, namespace: str, since: datetime) -> set[str]:
         await self._reach()
         return set()
 
@@ -93,15 +93,15 @@ class PartitionsInMemory:
         seen = {name: SeenLease(*rows[name], rows[name][0] in instances) for name in leases if name in rows}
         return ClusterView([one for one in instances.values() if one.last_seen_date > seen_since], seen)
 
-    async def rehome(
+    async def rehash(
         self, namespace: str, lease: Lease, after: Position, limit: int, besides: Collection[UUID], now: datetime
-    ) -> Rehomed:
+    ) -> RehashResult:
         await self._reach()
-        return Rehomed(0, None)
+        return RehashResult(0, None)
 
-    async def orders(self, namespace: str, *, cancels: bool = False) -> Orders:
+    async def control_state(self, namespace: str, *, cancels: bool = False) -> ControlState:
         await self._reach()
-        return Orders([], list(self._cluster.counts.values()))
+        return ControlState([], list(self._cluster.counts.values()))
 
     async def _reach(self) -> None:
         host = self._process.host
@@ -121,7 +121,7 @@ async def partitions(world: World) -> None:
             async with Outbox(world.database, namespace="app", settings=SETTINGS) as outbox:
                 database: Any = database_of(outbox)
                 database.partitions = PartitionsInMemory(cluster, process)
-                database.subscriptions.orders = database.partitions.orders
+                database.subscriptions.control_state = database.partitions.control_state
                 for name in HANDLERS:
                     outbox.handler(Happened, name=name, partitions=PARTITIONS)(_nothing)
                 process.has(outbox)

@@ -1,4 +1,4 @@
-"""The ends of simulated processes: by themselves, by the fault that kills, and by silence."""
+"""How simulated processes end: by exiting, by being killed, and by becoming unresponsive."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ def go_off() -> None:
     """The callback of a timer."""
 
 
-async def is_asked_to_leave(world: World, process: Process) -> None:
-    process.ask_to_leave()
+async def until_leaving(world: World, process: Process) -> None:
+    process.request_stop()
     assert await world.until(lambda: not process.is_alive, 10)
     await world.restart(process)
 
 
-def test_a_process_that_is_started_again_has_left_nothing() -> None:
+def test_a_restarted_process_has_no_state_left() -> None:
     async def scenario(world: World) -> None:
         def leaving_a_timer(database: str) -> Outbox:
             asyncio.get_running_loop().call_later(20, go_off)
             return make_outbox(database)
 
-        await is_asked_to_leave(world, await world.process(leaving_a_timer))
-        await asyncio.sleep(60)  # at the end of the world the timer has gone off
+        await until_leaving(world, await world.process(leaving_a_timer))
+        await asyncio.sleep(60)  # the timer has fired at the end of the world
 
     with Simulation(scenario, faults=()) as simulation, pytest.raises(SimulationFailed, match="left the timer go_off"):
         simulation.check(1)
 
 
-def test_a_process_that_leaves_nothing_is_started_again() -> None:
+def test_a_process_that_leaves_no_state_is_restarted() -> None:
     async def scenario(world: World) -> None:
         process = await world.process(make_outbox)
         first = process.host
-        await is_asked_to_leave(world, process)
+        await until_leaving(world, process)
         assert process.host is not first
         assert process.is_alive
 
@@ -67,7 +67,7 @@ def test_the_fault_kills_a_process_at_one_of_its_steps() -> None:
         died.extend(host.steps for host in hosts if host.died_at is not None)
 
     with Simulation(scenario, faults=("kill",)) as simulation:
-        for seed in (1, 5, 9):  # the other seeds kill at a place
+        for seed in (1, 5, 9):  # the other seeds kill at a step
             simulation.check(seed)
     assert len(died) >= 3
     assert len(set(died)) > 1

@@ -1,4 +1,4 @@
-"""The scenarios, each with the same seeds in every run, so that a failure is the fault of the change."""
+"""The scenarios, each with the same seeds in every run, so that a failure is caused by the change."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TIMES = 10
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_the_promises_hold_with_every_seed(scenario: str) -> None:
+def test_the_guarantees_hold_with_every_seed(scenario: str) -> None:
     played = SCENARIOS[scenario]
     with played.simulation() as simulation:
         for seed in range(SEEDS):
@@ -39,7 +39,7 @@ def test_the_promises_hold_with_every_seed(scenario: str) -> None:
 
 def test_partitions_are_shared_evenly_after_the_last_fault() -> None:
     with Simulation(partitions) as simulation:
-        # The other seeds kill at any time, and nothing would be steady.
+        # The other seeds kill at any time, so the state would never be stable.
         for seed in (*range(1, 4 * SHARED_SEEDS, 4), *LOOKED_TOO_EARLY):
             simulation.check(seed)
 

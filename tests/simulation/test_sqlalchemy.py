@@ -124,7 +124,7 @@ def test_an_engine_with_threads_is_refused() -> None:
 
         await world.process(make_outbox)
 
-    with pytest.raises(SimulationFailed, match=r"make it with world\.engine"):
+    with pytest.raises(SimulationFailed, match=r"create it with world\.engine"):
         simulate(wrong, seeds=[1], faults=False)
 
 
@@ -152,5 +152,5 @@ def test_an_engine_of_another_process_is_refused() -> None:
             tx.emit(Placed(1))
         await world.settle()
 
-    with pytest.raises(SimulationFailed, match="each process has an engine of its own"):
+    with pytest.raises(SimulationFailed, match="each process has its own engine"):
         simulate(shared, seeds=[1], faults=False)

@@ -66,7 +66,7 @@ def handled(handle: Any, **options: Any) -> Callable[[World], Awaitable[None]]:
 # --- calls into a process --------------------------------------------------------------------------
 
 
-def test_an_action_a_block_and_orders_of_operators_work() -> None:
+def test_actions_blocks_and_operations_work() -> None:
     seen: list[int] = []
 
     async def handle(envelope: EventEnvelope[Placed]) -> None:
@@ -118,7 +118,7 @@ def test_a_process_without_running_handles_nothing() -> None:
 # --- kill, freeze, resume --------------------------------------------------------------------------
 
 
-def test_a_killed_process_starts_again_with_an_outbox_of_its_own() -> None:
+def test_a_killed_process_restarts_with_a_new_outbox() -> None:
     made: list[Outbox] = []
 
     def make_outbox(database: str) -> Outbox:
@@ -138,7 +138,7 @@ def test_a_killed_process_starts_again_with_an_outbox_of_its_own() -> None:
     simulate(scenario, seeds=ONE, faults=False)
 
 
-def test_a_call_into_a_killed_process_starts_it_again() -> None:
+def test_a_call_into_a_killed_process_restarts_it() -> None:
     async def scenario(world: World) -> None:
         process = await world.process(application())
         await world.kill(process)
@@ -193,7 +193,7 @@ def test_a_frozen_process_does_nothing_until_it_is_resumed() -> None:
     simulate(scenario, seeds=ONE, faults=False)
 
 
-def test_a_kill_inside_of_a_block_is_raised_by_the_next_call() -> None:
+def test_a_kill_inside_a_block_is_raised_by_the_next_call() -> None:
     async def scenario(world: World) -> None:
         process = await world.process(application())
         with pytest.raises(ProcessKilled):  # noqa: PT012  # the block is left by the exception
@@ -206,7 +206,7 @@ def test_a_kill_inside_of_a_block_is_raised_by_the_next_call() -> None:
     simulate(scenario, seeds=ONE, faults=False)
 
 
-def test_calls_of_the_scenario_do_not_fail_by_faults() -> None:
+def test_calls_of_the_scenario_are_not_affected_by_faults() -> None:
     async def scenario(world: World) -> None:
         process = await world.process(application(retry=RetryPolicy(base="50ms")))
         for number in range(12):
@@ -236,7 +236,7 @@ def test_an_exception_of_the_scenario_fails_with_its_seed() -> None:
     assert isinstance(failed.__cause__, AssertionError)
 
 
-def test_a_scenario_that_keeps_something_between_two_runs_is_named() -> None:
+def test_a_scenario_that_keeps_state_between_runs_is_named() -> None:
     runs: list[int] = []
 
     async def scenario(world: World) -> None:
@@ -247,10 +247,10 @@ def test_a_scenario_that_keeps_something_between_two_runs_is_named() -> None:
     text = str(failure_of(scenario))
 
     assert text.startswith("LookupError('the first run')")
-    assert "The same seed has ended otherwise when it was repeated (it has passed)" in text
+    assert "A second run with the same seed ended differently (it passed)" in text
 
 
-def test_a_broken_promise_fails() -> None:
+def test_a_broken_guarantee_fails() -> None:
     async def scenario(world: World) -> None:
         process = await world.process(application())
         await process.outbox.execute(Place(1))
@@ -270,7 +270,7 @@ def test_a_handler_that_always_fails_is_named_with_its_error() -> None:
     assert 'attempts: {"number":1}, the last error is ValueError: the order is wrong' in text
 
 
-def test_the_message_names_the_line_at_which_the_process_was_killed() -> None:
+def test_the_message_names_the_line_where_the_process_was_killed() -> None:
     charges: list[int] = []
 
     async def charge() -> None:
@@ -361,18 +361,18 @@ def test_real_connections_are_refused_with_the_fix() -> None:
     async def looks_up(envelope: EventEnvelope[Placed]) -> None:
         await asyncio.get_running_loop().getaddrinfo("localhost", 80)
 
-    async def asks_asyncpg(envelope: EventEnvelope[Placed]) -> None:
+    async def uses_asyncpg(envelope: EventEnvelope[Placed]) -> None:
         import asyncpg
 
         await asyncpg.connect("postgresql://localhost/app")
 
-    async def asks_httpx(envelope: EventEnvelope[Placed]) -> None:
+    async def uses_httpx(envelope: EventEnvelope[Placed]) -> None:
         import httpx
 
         async with httpx.AsyncClient(trust_env=False) as client:
             await client.get("http://localhost/")
 
-    for handle in (connects, looks_up, asks_asyncpg, asks_httpx):
+    for handle in (connects, looks_up, uses_asyncpg, uses_httpx):
         text = str(failure_of(handled(handle)))
         assert "a simulated event loop has no sockets" in text, handle
         assert "give the handler a fake service" in text
@@ -384,13 +384,13 @@ def test_real_connections_are_refused_with_the_fix() -> None:
 @pytest.mark.parametrize(
     ("make_outbox", "error", "says"),
     [
-        (lambda database: None, TypeError, "make_outbox(database) must return an Outbox, and has returned None"),
+        (lambda database: None, TypeError, "make_outbox(database) must return an Outbox, but returned None"),
         (lambda database: Outbox("sqlite://", namespace="app"), ConfigurationError, "is in memory"),
         (lambda database: Outbox("sqlite:///x.db", namespace="app"), ConfigurationError, "is in the file"),
         (lambda database: Outbox("postgresql://h/d", namespace="app"), ConfigurationError, "is on postgres"),
     ],
 )
-def test_an_outbox_elsewhere_is_refused(make_outbox: Any, error: type[Exception], says: str) -> None:
+def test_an_outbox_outside_of_the_process_is_refused(make_outbox: Any, error: type[Exception], says: str) -> None:
     async def scenario(world: World) -> None:
         await world.process(make_outbox)
 
@@ -400,7 +400,7 @@ def test_an_outbox_elsewhere_is_refused(make_outbox: Any, error: type[Exception]
     assert says in str(failed)
 
 
-def test_an_error_of_make_outbox_fails_the_scenario_also_at_a_restart() -> None:
+def test_an_error_of_make_outbox_fails_the_scenario() -> None:
     async def scenario(world: World) -> None:
         made: list[int] = []
 
@@ -422,7 +422,7 @@ def test_a_scenario_that_is_not_async_is_refused() -> None:
         simulate(lambda world: None)  # type: ignore[arg-type,return-value]
 
 
-def test_seeds_must_be_some_integers() -> None:
+def test_seeds_must_be_integers_and_not_empty() -> None:
     async def scenario(world: World) -> None: ...
 
     with pytest.raises(ValueError, match="seeds is empty"):
@@ -438,7 +438,7 @@ async def test_simulate_is_refused_in_an_event_loop() -> None:
         simulate(scenario)
 
 
-def test_the_simulation_is_imported_at_its_first_use() -> None:
+def test_the_simulation_is_imported_on_first_use() -> None:
     code = (
         "import sys, outboxio.testing; assert 'outboxio.testing.simulation' not in sys.modules;"
         "from outboxio.testing import simulate, World; assert callable(simulate)"

@@ -35,7 +35,7 @@ def raised_from(error: BaseException, *causes: BaseException) -> BaseException:
 # --- what matches -----------------------------------------------------------------------------------------
 
 
-def test_the_cause_chain_is_walked_once_even_if_it_bites_its_tail() -> None:
+def test_a_cyclic_cause_chain_is_followed_once() -> None:
     first, second, third = Root(), Other(), Leaf()
     assert list(cause_chain(first)) == [first]
     assert list(cause_chain(raised_from(first, second, third))) == [first, second, third]
@@ -45,7 +45,7 @@ def test_the_cause_chain_is_walked_once_even_if_it_bites_its_tail() -> None:
     assert list(cause_chain(first)) == [first, second]
 
 
-def test_subclasses_and_causes_match_and_contexts_and_superclasses_do_not() -> None:
+def test_subclasses_and_causes_match_but_contexts_and_superclasses_do_not() -> None:
     retry = Retry(on=Root)
     assert retry.matches(Root())
     assert retry.matches(Leaf())
@@ -75,7 +75,7 @@ def test_attempts_count_every_run() -> None:
         assert [delay is not None for delay in delays] == [True] * (attempts - 1) + [False]
 
 
-def test_each_entry_keeps_its_own_count() -> None:
+def test_each_retry_entry_has_its_own_count() -> None:
     counter = RetryCounter([Retry(on=Root, attempts=3), Retry(on=Other, attempts=2)], never)
     errors: list[BaseException] = [Root(), Other(), Leaf(), Root()]
     assert [counter.delay_after(error) is not None for error in errors] == [True, True, True, False]
@@ -90,7 +90,7 @@ def test_the_first_entry_that_matches_decides() -> None:
     assert counter.delay_after(Root()) is not None
 
 
-def test_what_no_entry_names_is_retried_by_default_or_not_at_all() -> None:
+def test_unlisted_errors_use_the_default_retry_or_none() -> None:
     by_default = Retry(on=Other, attempts=2)
     counter = RetryCounter([], lambda error: by_default if isinstance(error, Other) else None)
     assert counter.delay_after(Root()) is None
@@ -98,7 +98,7 @@ def test_what_no_entry_names_is_retried_by_default_or_not_at_all() -> None:
     assert counter.delay_after(Other()) is None
 
 
-def test_the_wait_doubles_varies_by_a_quarter_and_stays_under_a_limit() -> None:
+def test_the_wait_doubles_with_jitter_up_to_a_limit() -> None:
     seen: list[set[bool]] = [set() for _ in range(12)]
     for _ in range(200):
         counter = RetryCounter([Retry(on=Root, attempts=99, delay="100ms")], never)
@@ -111,7 +111,7 @@ def test_the_wait_doubles_varies_by_a_quarter_and_stays_under_a_limit() -> None:
     assert all(sides == {True, False} for sides in seen)
 
 
-def test_no_delay_is_no_delay() -> None:
+def test_a_delay_of_zero_means_no_wait() -> None:
     counter = RetryCounter([Retry(on=Root, attempts=3, delay=0)], never)  # type: ignore[arg-type]
     assert counter.delay_after(Root()) == 0
 
@@ -119,7 +119,7 @@ def test_no_delay_is_no_delay() -> None:
 # --- what can be written --------------------------------------------------------------------------------------
 
 
-def test_a_delay_is_spelled_as_everywhere() -> None:
+def test_a_delay_is_parsed_like_any_duration() -> None:
     for spelling in ("20ms", 0.02, "PT0.02S", timedelta(milliseconds=20)):
         assert Retry(on=Root, delay=spelling).delay == timedelta(milliseconds=20)  # type: ignore[arg-type]
 
@@ -136,24 +136,24 @@ def test_attempts_are_one_or_more(attempts: int) -> None:
         Retry(on=Root, attempts=attempts)
 
 
-def test_one_entry_is_a_sequence_of_one() -> None:
+def test_a_single_entry_equals_a_sequence_of_one() -> None:
     retry = Retry(on=Root)
     assert as_entries(retry) == as_entries([retry]) == (retry,)
     assert as_entries(()) == ()
 
 
-def test_a_stale_record_says_what_is_known_of_it() -> None:
+def test_a_stale_record_error_names_what_is_known() -> None:
     assert str(StaleRecord("Wallet", 7, version=3)) == "Wallet 7 is no longer at version 3, or does not exist"
-    assert str(StaleRecord("Wallet", 7)) == "Wallet 7 was changed since it was read, or does not exist"
-    assert str(StaleRecord("Wallet")) == "Wallet was changed since it was read, or does not exist"
+    assert str(StaleRecord("Wallet", 7)) == "Wallet 7 has changed since it was read, or does not exist"
+    assert str(StaleRecord("Wallet")) == "Wallet has changed since it was read, or does not exist"
 
 
 @pytest.mark.parametrize("retry", [7, "x", [ValueError], None, ValueError], ids=ascii)
-def test_what_is_no_retry_is_refused_before_the_action_begins(retry: object) -> None:
+def test_an_invalid_retry_is_refused_before_the_action_starts(retry: object) -> None:
     with pytest.raises(ConfigurationError, match="expected a Retry, or a list of them"):
         as_entries(retry)  # type: ignore[arg-type]
 
 
-def test_many_retries_do_not_leave_the_numbers_that_there_are() -> None:
+def test_many_retries_do_not_overflow_the_wait() -> None:
     counter = RetryCounter([Retry(on=ValueError, attempts=3000, delay="1ms")], lambda error: None)
     assert max(counter.delay_after(ValueError()) or 0 for _ in range(2999)) <= 12.5

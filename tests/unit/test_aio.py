@@ -8,7 +8,7 @@ import anyio
 import pytest
 
 import outboxio
-from outboxio.support.aio import Signal, TimeLimit, heeding_cancellation, over, to_the_end
+from outboxio.support.aio import Signal, TimeLimit, propagate_cancellation, run_to_completion, wait_done
 from tests.kit.app import eventually
 
 pytestmark = pytest.mark.virtual_time
@@ -19,7 +19,7 @@ LONG = 3600.0
 # --- a signal ------------------------------------------------------------------------------------
 
 
-async def test_a_signal_that_is_up_is_not_waited_for() -> None:
+async def test_wait_returns_at_once_if_the_signal_is_set() -> None:
     signal = Signal()
     signal.set()
 
@@ -27,7 +27,7 @@ async def test_a_signal_that_is_up_is_not_waited_for() -> None:
     assert not signal.is_set
 
 
-async def test_a_signal_ends_the_wait_that_is_under_way() -> None:
+async def test_setting_the_signal_ends_the_current_wait() -> None:
     signal = Signal()
     waiting = asyncio.create_task(signal.wait(LONG))
     await asyncio.sleep(0)
@@ -38,11 +38,11 @@ async def test_a_signal_ends_the_wait_that_is_under_way() -> None:
     assert not signal.is_set
 
 
-async def test_without_a_signal_the_time_ends_the_wait() -> None:
+async def test_the_wait_ends_after_the_timeout() -> None:
     assert not await Signal().wait(0)
 
 
-async def test_a_signal_that_comes_with_the_end_of_the_time_counts() -> None:
+async def test_a_signal_set_at_the_timeout_counts() -> None:
     signal = Signal()
     asyncio.get_running_loop().call_soon(signal.set)
 
@@ -64,7 +64,7 @@ async def test_a_cancelled_wait_leaves_the_signal_usable() -> None:
 # --- one time limit for many waits ---------------------------------------------------------------
 
 
-async def test_what_ends_in_time_is_left_alone_and_what_does_not_is_ended() -> None:
+async def test_only_waits_beyond_the_time_limit_expire() -> None:
     limit, expired = TimeLimit(0.05), list[str]()
     for name in ("quick", "slow", "slower"):
         limit.begin(name, expired.append)
@@ -76,7 +76,7 @@ async def test_what_ends_in_time_is_left_alone_and_what_does_not_is_ended() -> N
     assert expired == ["slow", "slower", "later"]
 
 
-async def test_an_end_that_comes_late_or_twice_changes_nothing() -> None:
+async def test_a_late_or_repeated_completion_is_ignored() -> None:
     limit, expired = TimeLimit(0.01), list[str]()
     limit.begin("slow", expired.append)
     await eventually(lambda: expired)
@@ -89,7 +89,7 @@ async def test_an_end_that_comes_late_or_twice_changes_nothing() -> None:
 # --- with a time limit ---------------------------------------------------------------------------
 
 
-def test_nothing_is_awaited_with_wait_for() -> None:
+def test_wait_for_is_not_used() -> None:
     """In Python 3.11 ``wait_for`` loses a cancellation that comes together with the result; ``asyncio.timeout`` does
     not.
     """
@@ -99,15 +99,15 @@ def test_nothing_is_awaited_with_wait_for() -> None:
 
 
 class Forgetful:
-    """Gives out a value, and forgets a cancellation that comes meanwhile."""
+    """Returns a value, and swallows a cancellation in the meantime."""
 
     def __init__(self, error: Exception | None = None) -> None:
-        self.begun = asyncio.Event()
+        self.started = asyncio.Event()
         self.given_back: list[str] = []
         self._error = error
 
     async def get(self) -> str:
-        self.begun.set()
+        self.started.set()
         with suppress(asyncio.CancelledError):
             await asyncio.sleep(LONG)
         if self._error is not None:
@@ -119,10 +119,10 @@ class Forgetful:
         self.given_back.append(what)
 
 
-async def test_a_cancellation_that_was_forgotten_is_raised_and_what_came_of_it_is_given_back() -> None:
+async def test_a_swallowed_cancellation_is_raised_and_the_result_is_undone() -> None:
     driver = Forgetful()
-    getting = asyncio.create_task(heeding_cancellation(driver.get(), driver.give_back))
-    await driver.begun.wait()
+    getting = asyncio.create_task(propagate_cancellation(driver.get(), driver.give_back))
+    await driver.started.wait()
     getting.cancel()
 
     with pytest.raises(asyncio.CancelledError):
@@ -130,10 +130,10 @@ async def test_a_cancellation_that_was_forgotten_is_raised_and_what_came_of_it_i
     assert driver.given_back == ["a connection"]
 
 
-async def test_an_error_does_not_take_the_place_of_a_forgotten_cancellation() -> None:
+async def test_an_error_does_not_hide_a_swallowed_cancellation() -> None:
     driver = Forgetful(ConnectionResetError("lost"))
-    getting = asyncio.create_task(heeding_cancellation(driver.get(), driver.give_back))
-    await driver.begun.wait()
+    getting = asyncio.create_task(propagate_cancellation(driver.get(), driver.give_back))
+    await driver.started.wait()
     getting.cancel()
 
     with pytest.raises(asyncio.CancelledError):
@@ -141,64 +141,64 @@ async def test_an_error_does_not_take_the_place_of_a_forgotten_cancellation() ->
     assert driver.given_back == []
 
 
-async def test_without_a_cancellation_what_came_of_it_is_kept_and_errors_are_raised() -> None:
+async def test_without_a_cancellation_results_and_errors_pass_through() -> None:
     async def get(error: Exception | None) -> str:
         if error is not None:
             raise error
         return "a connection"
 
     driver = Forgetful()
-    assert await heeding_cancellation(get(None), driver.give_back) == "a connection"
+    assert await propagate_cancellation(get(None), driver.give_back) == "a connection"
     with pytest.raises(ConnectionResetError, match="lost"):
-        await heeding_cancellation(get(ConnectionResetError("lost")), driver.give_back)
+        await propagate_cancellation(get(ConnectionResetError("lost")), driver.give_back)
     assert driver.given_back == []
 
 
 # --- to the end ----------------------------------------------------------------------------------
 
 
-async def test_to_the_end_returns_what_the_coroutine_returns() -> None:
+async def test_run_to_completion_returns_the_result() -> None:
     async def work() -> int:
         return 7
 
-    assert await to_the_end(work()) == 7
+    assert await run_to_completion(work()) == 7
 
 
-async def test_to_the_end_raises_what_the_coroutine_raises() -> None:
+async def test_run_to_completion_raises_the_error() -> None:
     async def work() -> None:
         raise ValueError("as it is")
 
     with pytest.raises(ValueError, match="as it is"):
-        await to_the_end(work())
+        await run_to_completion(work())
 
 
 class Slow:
-    """Work that goes on until the test lets it go, and then ends or fails."""
+    """Work that continues until the test releases it, and then returns or fails."""
 
     def __init__(self, error: Exception | None = None) -> None:
-        self.begun = asyncio.Event()
-        self.goes_on = asyncio.Event()
+        self.started = asyncio.Event()
+        self.resumed = asyncio.Event()
         self.has_ended = False
         self._error = error
 
     async def work(self) -> None:
-        self.begun.set()
-        await self.goes_on.wait()
+        self.started.set()
+        await self.resumed.wait()
         self.has_ended = True
         if self._error is not None:
             raise self._error
 
 
 @pytest.mark.parametrize("cancellations", [1, 3])
-async def test_a_cancellation_goes_on_only_after_the_end(cancellations: int) -> None:
+async def test_a_cancellation_is_raised_after_completion(cancellations: int) -> None:
     slow = Slow()
-    waiting = asyncio.create_task(to_the_end(slow.work()))
-    await slow.begun.wait()
+    waiting = asyncio.create_task(run_to_completion(slow.work()))
+    await slow.started.wait()
     for _ in range(cancellations):
         waiting.cancel()
         await asyncio.sleep(0)
     assert not waiting.done()
-    slow.goes_on.set()
+    slow.resumed.set()
 
     with pytest.raises(asyncio.CancelledError):
         await waiting
@@ -210,22 +210,22 @@ async def test_an_error_after_a_cancellation_is_its_cause() -> None:
 
     async def cause_of_cancellation() -> BaseException | None:
         try:
-            await to_the_end(slow.work())
+            await run_to_completion(slow.work())
         except asyncio.CancelledError as error:
             return error.__cause__
         return None
 
     waiting = asyncio.create_task(cause_of_cancellation())
-    await slow.begun.wait()
+    await slow.started.wait()
     waiting.cancel()
     await asyncio.sleep(0)
-    slow.goes_on.set()
+    slow.resumed.set()
 
     assert repr(await waiting) == "ValueError('at the end')"
 
 
 @pytest.mark.parametrize("is_cancelled", [True, False])
-async def test_what_does_not_end_after_a_cancellation_is_given_up(
+async def test_work_that_hangs_after_a_cancellation_is_stopped(
     monkeypatch: pytest.MonkeyPatch, is_cancelled: bool
 ) -> None:
     monkeypatch.setattr("outboxio.support.aio.PATIENCE", 0.01)
@@ -234,26 +234,26 @@ async def test_what_does_not_end_after_a_cancellation_is_given_up(
 
     def give_up() -> None:
         given_up.append(True)
-        slow.goes_on.set()
+        slow.resumed.set()
 
     working = asyncio.create_task(slow.work())
-    waiting = asyncio.create_task(over(working, give_up))
-    await slow.begun.wait()
+    waiting = asyncio.create_task(wait_done(working, give_up))
+    await slow.started.wait()
     if is_cancelled:
         waiting.cancel()
         assert isinstance(await waiting, asyncio.CancelledError)
     else:
         await asyncio.sleep(0.05)
         assert not waiting.done()
-        slow.goes_on.set()
+        slow.resumed.set()
         assert await waiting is None
 
     assert given_up == [True] * is_cancelled
     assert slow.has_ended
 
 
-async def test_a_cancellation_of_asyncio_cuts_a_shield_of_anyio_short_and_not_to_the_end() -> None:
-    """Decision 25: the reason for ``to_the_end``."""
+async def test_asyncio_cancellation_interrupts_an_anyio_shield_but_not_run_to_completion() -> None:
+    """Decision 25: the reason for ``run_to_completion``."""
     finished: list[str] = []
 
     async def clean_up(name: str) -> None:
@@ -264,7 +264,7 @@ async def test_a_cancellation_of_asyncio_cuts_a_shield_of_anyio_short_and_not_to
         with anyio.CancelScope(shield=True):
             await clean_up("shielded")
 
-    tasks = [asyncio.create_task(shielded()), asyncio.create_task(to_the_end(clean_up("to the end")))]
+    tasks = [asyncio.create_task(shielded()), asyncio.create_task(run_to_completion(clean_up("to the end")))]
     await asyncio.sleep(0)
     for task in tasks:
         task.cancel()

@@ -1,4 +1,4 @@
-"""A single timer for all tasks that want the same to happen later."""
+"""A single timer that many tasks share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.virtual_time
 
 
 class Rings:
-    """Counts its calls, and keeps their time."""
+    """Records the times of its calls."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -25,7 +25,7 @@ class Rings:
         self.has_rung.set()
 
 
-async def test_it_goes_off_once_at_the_earliest_moment_that_was_asked_for() -> None:
+async def test_the_alarm_fires_once_at_the_earliest_time() -> None:
     rings = Rings()
     for delay in (3600.0, 0.01, 7200.0, 0.02):
         rings.alarm.set(rings.now + delay)
@@ -35,7 +35,7 @@ async def test_it_goes_off_once_at_the_earliest_moment_that_was_asked_for() -> N
     assert rings.number == 1
 
 
-async def test_it_can_be_set_again_when_it_has_gone_off_and_when_it_was_cancelled() -> None:
+async def test_the_alarm_can_be_set_again_after_firing_or_cancelling() -> None:
     rings = Rings()
     rings.alarm.set(rings.now - 1)
     await asyncio.sleep(0.01)

@@ -1,4 +1,4 @@
-"""The parts of the Alembic integration that need no database: names, numbers, and revisions that are written."""
+"""The parts of the Alembic integration that need no database: names, numbers, and generated revisions."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def config(tmp_path: Path) -> Config:
         ("state", "column", None, True),
     ],
 )
-def test_names_of_outboxio_are_left_out_and_no_others(
+def test_only_names_of_outboxio_are_excluded(
     name: str | None, kind: Any, schema: str | None, is_included: bool
 ) -> None:
     parents: Any = {} if kind == "schema" else {"schema_name": schema}
@@ -45,7 +45,7 @@ def test_names_of_outboxio_are_left_out_and_no_others(
     assert include_name(name, kind, parents) is is_included
 
 
-def test_a_filter_of_the_application_decides_as_well() -> None:
+def test_a_user_supplied_filter_also_applies() -> None:
     both = include_name_with(lambda name, kind, parents: name != "legacy")
 
     assert [both(name, "table", {"schema_name": None}) for name in ("orders", "legacy", "eventlog_events")] == [
@@ -55,7 +55,7 @@ def test_a_filter_of_the_application_decides_as_well() -> None:
     ]
 
 
-def test_a_filter_that_is_no_function_is_refused() -> None:
+def test_a_filter_that_is_not_a_function_is_refused() -> None:
     given: Any = "orders"
     with pytest.raises(ConfigurationError, match="expected a function"):
         include_name_with(given)
@@ -65,10 +65,10 @@ def test_a_filter_that_is_no_function_is_refused() -> None:
 
 
 @pytest.mark.parametrize("call", ["to=99", "to=0", "to='5'", "to=True", "to=5, since=-1"])
-def test_a_version_that_does_not_exist_is_refused(config: Config, call: str) -> None:
+def test_an_unknown_version_is_refused(config: Config, call: str) -> None:
     add_revision(config, "wrong", f"outboxio.upgrade(op, {call})")
 
-    with pytest.raises(ConfigurationError, match="this outboxio has the versions"):
+    with pytest.raises(ConfigurationError, match="this version of outboxio has schema versions"):
         command.upgrade(config, "head", sql=True)
 
 
@@ -81,11 +81,11 @@ def test_a_dialect_without_tables_is_refused() -> None:
 
         def get_bind(self) -> Any: ...
 
-    with pytest.raises(ConfigurationError, match="no tables for oracle"):
+    with pytest.raises(ConfigurationError, match="does not support oracle"):
         upgrade(Oracle())
 
 
-def test_a_downgrade_is_refused_with_the_reason_and_the_ways_out(config: Config) -> None:
+def test_a_downgrade_is_refused_with_the_reason_and_alternatives(config: Config) -> None:
     write_revision(config, revision="first")
 
     with pytest.raises(ConfigurationError, match=r"not handled yet.*pass.*DROP SCHEMA"):
@@ -103,7 +103,7 @@ def printed(config: Config) -> str:
     return config.output_buffer.getvalue()
 
 
-def test_a_printed_revision_has_the_files_behind_the_former_version_only(config: Config) -> None:
+def test_a_printed_revision_has_only_the_files_after_the_previous_version(config: Config) -> None:
     config.set_main_option("sqlalchemy.url", "postgresql://")
     add_revision(config, "later", "outboxio.upgrade(op, since=4)")
 
@@ -111,10 +111,10 @@ def test_a_printed_revision_has_the_files_behind_the_former_version_only(config:
 
     assert "0005_partitions.sql" in text
     assert "0004_" not in text
-    assert "0006_" not in text, "a file that drops a part waits until a revision asks for it"
+    assert "0006_" not in text, "a contract file is only printed on request"
 
 
-def test_a_printed_contract_file_is_alone_behind_later_files(config: Config) -> None:
+def test_a_printed_contract_file_stands_alone_after_later_files(config: Config) -> None:
     config.set_main_option("sqlalchemy.url", "postgresql://")
     add_revision(config, "contract", "outboxio.upgrade(op, to=6, since=7)")
 
@@ -126,7 +126,7 @@ def test_a_printed_contract_file_is_alone_behind_later_files(config: Config) -> 
     assert "0007_" not in text
 
 
-def test_a_printed_first_revision_has_every_file_up_to_its_number(config: Config) -> None:
+def test_the_first_printed_revision_has_every_file_up_to_its_version(config: Config) -> None:
     config.set_main_option("sqlalchemy.url", "postgresql://")
     add_revision(config, "first", "outboxio.upgrade(op, to=6)")
 
@@ -141,13 +141,13 @@ def written(path: Path | None) -> list[str]:
     return [line.strip() for line in path.read_text().splitlines() if "outboxio.upgrade" in line]
 
 
-def test_a_written_revision_continues_where_the_revisions_before_it_end(config: Config) -> None:
+def test_a_generated_revision_continues_after_the_previous_revisions(config: Config) -> None:
     assert written(write_revision(config)) == ["outboxio.upgrade(op, to=12)"]
     assert write_revision(config) is None, "the newest version is reached"
     assert write_revision(config, contract=True) is None, "the first revision has made all tables"
 
 
-def test_behind_an_older_revision_the_contract_file_waits_for_a_revision_of_its_own(config: Config) -> None:
+def test_after_an_older_revision_the_contract_file_needs_its_own_revision(config: Config) -> None:
     add_revision(config, "first", "outboxio.upgrade(op, to=4)")
 
     assert written(write_revision(config)) == ["outboxio.upgrade(op, to=12, since=4)"]
@@ -175,14 +175,14 @@ def test_both_steps_in_one_revision_are_two_calls(config: Config) -> None:
     ],
     ids=["first", "both-steps", "step-by-step"],
 )
-def test_a_contract_file_that_a_revision_has_asked_for_is_not_asked_for_again(config: Config, calls: list[str]) -> None:
+def test_a_contract_file_is_not_requested_twice(config: Config, calls: list[str]) -> None:
     for number, call in enumerate(calls):
         add_revision(config, f"r{number}", call)
 
     assert written(write_revision(config, contract=True)) == ["outboxio.upgrade(op, to=12, since=6)"]
 
 
-def test_a_written_revision_is_one_of_alembic(config: Config) -> None:
+def test_a_generated_revision_is_valid_for_alembic(config: Config) -> None:
     command.revision(config, rev_id="before", message="orders")
 
     path = write_revision(config, revision="ours", message="event tables")
@@ -193,7 +193,7 @@ def test_a_written_revision_is_one_of_alembic(config: Config) -> None:
     assert "outboxio.downgrade_refused(op)" in path.read_text()
 
 
-def test_the_reason_of_alembic_is_told(config: Config) -> None:
+def test_the_reason_from_alembic_is_reported(config: Config) -> None:
     command.revision(config, rev_id="one", message="one")
     command.revision(config, rev_id="two", message="two", head="base", splice=True)
 
@@ -201,7 +201,7 @@ def test_the_reason_of_alembic_is_told(config: Config) -> None:
         write_revision(config)
 
 
-def test_the_command_writes_a_revision_and_says_where(
+def test_the_command_writes_a_revision_and_prints_its_path(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -31,7 +31,7 @@ class Announced:
     """A database that remembers the times of announcements."""
 
     def __init__(self) -> None:
-        self.moments: list[datetime] = []
+        self.times: list[datetime] = []
 
     @property
     def subscriptions(self) -> Announced:
@@ -48,14 +48,14 @@ class Announced:
         return Waiting(0, None)
 
     async def announce(self, namespace: str, subscriptions: Sequence[Subscription], now: datetime) -> None:
-        self.moments.append(now)
+        self.times.append(now)
 
 
 @pytest.mark.parametrize(
     ("step", "number"),
     [(timedelta(0), 1), (LONGEST_UNSEEN / 2, 1), (LONGEST_UNSEEN, 2), (-LONGEST_UNSEEN / 2, 1), (-WEEK, 2)],
 )
-async def test_handlers_are_announced_anew_when_the_clock_has_moved_in_either_direction(
+async def test_handlers_are_announced_again_after_a_clock_change_in_either_direction(
     step: timedelta, number: int
 ) -> None:
     clock, database, handlers = MovableClock(), Announced(), HandlerRegistry(EventTypes())
@@ -66,4 +66,4 @@ async def test_handlers_are_announced_anew_when_the_clock_has_moved_in_either_di
     clock.set(clock.now() + step)
     await announcer.announce_if_due()
 
-    assert len(database.moments) == number
+    assert len(database.times) == number

@@ -1,4 +1,4 @@
-"""The pages for developers name only files, functions and decision records that exist."""
+"""CONTRIBUTING.md and the list of decision records name only files, functions and decision records that exist."""
 
 from __future__ import annotations
 
@@ -7,12 +7,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
-EXPLANATION, DECISIONS = ROOT / "docs" / "explanation", ROOT / "docs" / "decisions"
-FOLDERS = EXPLANATION / "folders.md"
-PAGES = [EXPLANATION / "architecture.md", FOLDERS, EXPLANATION / "sharing-handlers.md", ROOT / "CONTRIBUTING.md"]
+CONTRIBUTING, DECISIONS = ROOT / "CONTRIBUTING.md", ROOT / "docs" / "decisions"
 
 _PATH = re.compile(r"`((?:outboxio|sql|tests|docs)/[\w/.-]+?)(?::([\w.]+))?`")
 
@@ -31,19 +27,17 @@ def definitions(body: list[ast.stmt], prefix: str = "") -> Iterator[str]:
                 yield from definitions(node.body, f"{prefix}{node.name}.")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_file_on_the_page_exists(page: Path) -> None:
-    paths = {path for path, _ in named_on(page)}
+def test_every_file_that_contributing_names_exists() -> None:
+    paths = {path for path, _ in named_on(CONTRIBUTING)}
 
     assert len(paths) > 5
     assert {path for path in paths if not (ROOT / path).exists()} == set()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_function_on_the_page_exists(page: Path) -> None:
+def test_every_function_that_contributing_names_exists() -> None:
     missing = {
         f"{path}:{name}"
-        for path, name in named_on(page)
+        for path, name in named_on(CONTRIBUTING)
         if name
         and (not (ROOT / path).exists() or name not in definitions(ast.parse((ROOT / path).read_text("utf-8")).body))
     }
@@ -51,13 +45,13 @@ def test_every_function_on_the_page_exists(page: Path) -> None:
     assert missing == set()
 
 
-def test_every_folder_of_the_package_is_on_the_page_of_folders() -> None:
+def test_every_folder_of_the_package_is_in_contributing() -> None:
     folders = {f"outboxio/{init.parent.name}" for init in (ROOT / "outboxio").glob("*/__init__.py")}
 
-    assert folders - {path for path, _ in named_on(FOLDERS)} == set()
+    assert folders - {path for path, _ in named_on(CONTRIBUTING)} == set()
 
 
-def test_the_page_of_decisions_lists_every_decision_record_with_its_title() -> None:
+def test_the_decisions_page_lists_every_decision_record_with_its_title() -> None:
     text = (DECISIONS / "index.md").read_text("utf-8")
     listed = re.findall(r"^\| \[\d+\]\([\w.-]+\) \| .+ \|$", text, re.MULTILINE)
 

@@ -1,4 +1,4 @@
-"""``around=``: a context around each run, which sees the error of the run and cannot change a failure into success."""
+"""``around=``: a context manager around each run, which sees the error but cannot turn a failure into a success."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def as_tenant(envelope: EventEnvelope[Any]) -> AsyncIterator[None]:
         tenant.reset(token)
 
 
-async def test_the_context_surrounds_each_run_of_each_kind_of_handler() -> None:
+async def test_the_context_surrounds_each_run_of_every_kind_of_handler() -> None:
     seen: list[str] = []
     async with memory_outbox(around=as_tenant) as outbox:
 
@@ -58,7 +58,7 @@ async def test_the_context_surrounds_each_run_of_each_kind_of_handler() -> None:
     ]
 
 
-async def test_the_context_sees_the_error_of_the_run_and_cannot_swallow_it() -> None:
+async def test_the_context_sees_the_error_of_the_run_without_swallowing_it() -> None:
     seen: list[str] = []
 
     @asynccontextmanager
@@ -98,7 +98,7 @@ async def test_the_timeout_of_a_run_includes_the_context() -> None:
             await drain(outbox)
 
 
-async def test_the_context_surrounds_a_message_that_is_consumed_at_once() -> None:
+async def test_the_context_surrounds_a_directly_consumed_message() -> None:
     seen: list[str] = []
     async with memory_outbox(around=as_tenant) as outbox:
 
@@ -111,7 +111,7 @@ async def test_the_context_surrounds_a_message_that_is_consumed_at_once() -> Non
     assert seen == ["tenant of 7"]
 
 
-async def test_the_context_surrounds_no_hook() -> None:
+async def test_the_context_does_not_surround_hooks() -> None:
     seen: list[str] = []
 
     async def on_dead(envelope: Envelope, error: HandlerFailed) -> None:
@@ -152,7 +152,7 @@ async def takes_nothing() -> AsyncIterator[None]:
         (takes_nothing, "is called with one envelope and takes no positional arguments"),
     ],
 )
-def test_a_function_that_gives_no_context_is_refused(around: Any, reason: str) -> None:
+def test_a_function_that_returns_no_context_manager_is_refused(around: Any, reason: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         Outbox("sqlite://", namespace="app", around=around)
 

@@ -1,4 +1,4 @@
-"""``outbox.catalogue()``: the document is one that the public JSON Schema of AsyncAPI 3.0 accepts."""
+"""``outbox.catalogue()``: the document is valid by the public JSON Schema of AsyncAPI 3.0."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ASYNCAPI = json.loads((ROOT / "tests" / "asyncapi" / "3.0.0.json").read_text())
 
 
 def refuse_invalid(document: dict[str, Any]) -> None:
-    """Check the document, that its references lead somewhere, and that each example is of its schema."""
+    """Check the document, the targets of its references, and each example against its schema."""
     assert [error.message for error in jsonschema.Draft7Validator(ASYNCAPI).iter_errors(document)] == []
     for reference in references(document):
         part: Any = document
@@ -164,7 +164,7 @@ class OfEkbatan(Event, json_style="ekbatan"):
     colour: Colour
 
 
-def test_every_kind_of_class_has_a_schema_that_its_example_fits() -> None:
+def test_every_kind_of_class_has_a_schema_that_accepts_its_example() -> None:
     outbox = Outbox("sqlite://", namespace="shop")
     outbox.register(OfStruct, OfModel, OfDataclass, OfAttrs, OfEkbatan)
 
@@ -181,7 +181,7 @@ def test_every_kind_of_class_has_a_schema_that_its_example_fits() -> None:
     assert document["components"]["schemas"]["OfEkbatan.v1.Colour"]["enum"] == ["BLUE", "RED"]
 
 
-def test_a_relay_sends_to_its_address_on_a_channel_of_its_own() -> None:
+def test_a_relay_sends_to_its_address_on_its_own_channel() -> None:
     outbox = Outbox("sqlite://", namespace="shop")
     outbox.add_handler(NatsRelay("nats://localhost", name="to-nats", types=(Placed,), subject="shop.{event_type}"))
     outbox.add_handler(KafkaRelay("localhost:9092", name="to-kafka", types=("Foreign",), topics="all.{model_type}"))
@@ -207,7 +207,7 @@ def by_code(message: Any) -> str:
     return {"w-1": "first"}[message.subject]
 
 
-def test_the_deliveries_of_webhooks_are_not_published() -> None:
+def test_webhook_deliveries_are_not_published() -> None:
     outbox = Outbox("sqlite:///unused.db", namespace="shop")
     outbox.add_handler(Webhooks(name="hooks", types=[Placed], endpoints=lambda envelope: []))
 
@@ -217,7 +217,7 @@ def test_the_deliveries_of_webhooks_are_not_published() -> None:
     assert [one["x-outboxio-handler"] for one in document["operations"].values()] == ["hooks"]
 
 
-def test_a_handler_of_a_topic_receives_on_a_channel_of_the_topic() -> None:
+def test_a_topic_handler_receives_on_a_channel_of_the_topic() -> None:
     outbox = Outbox("sqlite://", namespace="shop")
 
     @outbox.handler(topic="audit", name="archive")
@@ -230,7 +230,7 @@ def test_a_handler_of_a_topic_receives_on_a_channel_of_the_topic() -> None:
     assert document["operations"]["receive.archive.topic.audit"]["x-outboxio-handler"] == "archive"
 
 
-def test_deliveries_of_webhooks_are_not_in_the_catalogue() -> None:
+def test_webhook_deliveries_are_not_in_the_catalogue() -> None:
     class Paid(Event):
         order: int
 
@@ -272,7 +272,7 @@ class Odd:
         return core_schema.no_info_plain_validator_function(lambda value: cls(), serialization=to_text)
 
 
-def test_a_part_without_a_json_schema_accepts_any_value() -> None:
+def test_a_field_without_a_json_schema_accepts_any_value() -> None:
     @outboxio.event("Undescribed")
     class Undescribed(BaseModel):
         odd: Odd

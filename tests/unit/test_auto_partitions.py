@@ -1,4 +1,4 @@
-"""When outboxio shares a handler, among how many partitions, and when it stops."""
+"""Automatic partitions: when a handler is shared, among how many partitions, and when that ends."""
 
 from __future__ import annotations
 
@@ -68,10 +68,10 @@ class Tables:
             report=report,
         )  # fmt: skip
 
-    async def lock_room(self) -> int | None:
+    async def lock_capacity(self) -> int | None:
         return self.room
 
-    async def names_of_older(self, namespace: str, since: datetime) -> set[str]:
+    async def names_of_older_versions(self, namespace: str, since: datetime) -> set[str]:
         return self.older
 
     async def set_number(self, namespace: str, name: str, number: int, now: datetime) -> None:
@@ -100,7 +100,7 @@ class Process:
     """A process with the handler ``score``. ``waits``: True while rows of the handler wait."""
 
     def __init__(self, tables: Tables, event: type[Event] = Opened, **options: Any) -> None:
-        self.tables, self.waits, self.is_owner, self.told = tables, False, True, 0
+        self.tables, self.waits, self.is_owner, self.wake_ups = tables, False, True, 0
         registry = HandlerRegistry(EventTypes())
         function = handle_all if "batch" in options else handle
         registry.add(
@@ -117,7 +117,7 @@ class Process:
         return Lease(f"app/dispatch/{name}", name, 1) if self.is_owner else None
 
     def _changed(self) -> None:
-        self.told += 1
+        self.wake_ups += 1
 
     async def look(self, seconds: int = 1) -> None:
         for _ in range(seconds):
@@ -149,16 +149,16 @@ def test_each_process_has_four_partitions_within_all_limits(
     assert number_for(processes, most, room) == number
 
 
-async def test_a_handler_is_shared_after_its_rows_waited_for_ten_seconds(tables: Tables) -> None:
+async def test_a_handler_is_shared_after_its_rows_waited_ten_seconds(tables: Tables) -> None:
     process = Process(tables)
     process.waits = True
     await process.look(10)
     assert (process.number, tables.statements) == (1, 0)
     await process.look(2)
-    assert (process.number, process.told) == (16, 1)
+    assert (process.number, process.wake_ups) == (16, 1)
 
 
-async def test_a_handler_that_keeps_up_costs_no_statement(tables: Tables) -> None:
+async def test_a_handler_that_keeps_up_costs_no_statements(tables: Tables) -> None:
     process = Process(tables)
     for _ in range(20):
         process.waits = True
@@ -175,7 +175,7 @@ async def test_only_the_owner_of_partition_0_decides(tables: Tables) -> None:
     assert process.number == 1
 
 
-async def test_a_process_that_has_just_come_does_not_count(tables: Tables) -> None:
+async def test_a_process_that_just_started_does_not_count(tables: Tables) -> None:
     tables.since = {"a": NOON - timedelta(minutes=5), "b": NOON + 8 * SECOND}
     process = Process(tables)
     process.waits = True
@@ -193,7 +193,7 @@ async def test_a_process_without_the_handler_does_not_count(tables: Tables) -> N
     assert process.number == 1
 
 
-async def test_the_number_of_an_operator_stands(tables: Tables) -> None:
+async def test_a_partition_count_set_by_an_operator_stays(tables: Tables) -> None:
     tables.counts["score"] = PartitionCount("score", 2, 2, NOON)
     process = Process(tables)
     process.waits = True
@@ -202,22 +202,22 @@ async def test_the_number_of_an_operator_stands(tables: Tables) -> None:
 
 
 @pytest.mark.parametrize("number", [1, 4])
-async def test_a_number_in_code_takes_the_place_of_an_automatic_number(tables: Tables, number: int) -> None:
+async def test_a_partition_count_in_code_replaces_the_automatic_one(tables: Tables, number: int) -> None:
     tables.counts["score"] = PartitionCount("score", 16, 16, NOON, 1, 16, NOON)
     process = Process(tables, partitions=number)
     await process.look(3)
-    assert (process.number, tables.changes, process.told) == (number, [number], 1)
+    assert (process.number, tables.changes, process.wake_ups) == (number, [number], 1)
 
 
-async def test_a_larger_number_in_code_waits_for_the_end_of_older_versions(tables: Tables) -> None:
-    """``Declarations`` raise the number, as soon as no older version has announced the handler of late."""
+async def test_a_larger_partition_count_waits_until_older_versions_have_stopped(tables: Tables) -> None:
+    """``Declarations`` raise the number, as soon as no older version has announced the handler recently."""
     tables.counts["score"] = PartitionCount("score", 1, 1, NOON, 1, 1, NOON)
     process = Process(tables, partitions=16)
     await process.look(3)
     assert (process.number, tables.changes) == (1, [])
 
 
-async def test_an_older_version_keeps_a_handler_whole(tables: Tables) -> None:
+async def test_an_older_version_keeps_a_handler_unpartitioned(tables: Tables) -> None:
     tables.older = {"score"}
     process = Process(tables)
     process.waits = True
@@ -232,7 +232,7 @@ async def test_an_older_version_keeps_a_handler_whole(tables: Tables) -> None:
         (Opened, {"batch": Batch(schedule="0 0 * * *"), "concurrency": 2}), (Opened, {"partitions": 1}), (Strict, {}),
     ],
 )  # fmt: skip
-async def test_what_must_run_one_at_a_time_is_never_shared(
+async def test_a_handler_that_runs_one_at_a_time_is_never_shared(
     tables: Tables, event: type[Event], options: dict[str, Any]
 ) -> None:
     process = Process(tables, event, **options)
@@ -241,7 +241,7 @@ async def test_what_must_run_one_at_a_time_is_never_shared(
     assert process.number == 1
 
 
-async def test_all_automatic_partitions_together_use_an_eighth_of_the_locks(
+async def test_all_automatic_partitions_together_use_one_eighth_of_the_locks(
     tables: Tables, caplog: pytest.LogCaptureFixture
 ) -> None:
     tables.room = 160
@@ -253,7 +253,7 @@ async def test_all_automatic_partitions_together_use_an_eighth_of_the_locks(
     assert caplog.text.count("stays at 4 partitions") == 1
 
 
-async def test_the_number_falls_after_a_day_without_rows_that_wait(tables: Tables) -> None:
+async def test_the_partition_count_falls_after_a_day_without_waiting_rows(tables: Tables) -> None:
     process = Process(tables)
     process.waits = True
     await process.look(12)
@@ -284,8 +284,8 @@ async def test_the_last_wait_is_written_once_an_hour(tables: Tables) -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-async def test_the_number_only_rises_while_processes_come_and_go(seed: int) -> None:
-    """Rolling deployments, servers with eight workers and sudden ends: a number that went to and fro would move all
+async def test_the_partition_count_only_rises_during_a_deployment(seed: int) -> None:
+    """Rolling deployments, servers with eight workers and sudden ends: a count that went up and down would move all
     partitions each time."""
     dice = random.Random(seed)
     tables = Tables(MovableClock(NOON))
@@ -298,7 +298,7 @@ async def test_the_number_only_rises_while_processes_come_and_go(seed: int) -> N
         elif event < 0.04:
             tables.since |= {f"{step}/{worker}": tables.clock() for worker in range(dice.choice([1, 8]))}
         elif event < 0.05:  # a rolling deployment: every process is replaced
-            tables.since = {f"{step}/{place}": tables.clock() for place in range(len(tables.since))}
+            tables.since = {f"{step}/{partition}": tables.clock() for partition in range(len(tables.since))}
             process = Process(tables)
         process.waits = dice.random() < dice.choice([0.5, 0.99])
         process.is_owner = dice.random() < 0.9

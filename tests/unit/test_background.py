@@ -1,4 +1,4 @@
-"""The thread with its own event loop: the work in it, and its end."""
+"""The background thread with its own event loop: its work and its shutdown."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def thread() -> Iterator[Background]:
     assert not background.is_alive
 
 
-async def test_what_is_done_there_runs_in_one_thread_for_everybody(thread: Background) -> None:
+async def test_all_callers_run_in_the_same_background_thread(thread: Background) -> None:
     another = Background.enlist()
 
     async def where() -> str:
@@ -30,10 +30,10 @@ async def test_what_is_done_there_runs_in_one_thread_for_everybody(thread: Backg
     assert await thread.run(where) == await another.run(where) == "outboxio"
     assert another is thread
     another.leave()
-    assert thread.is_alive, "somebody needs it still"
+    assert thread.is_alive, "another caller still uses it"
 
 
-async def test_errors_come_back(thread: Background) -> None:
+async def test_errors_are_raised_in_the_caller(thread: Background) -> None:
     async def fails() -> None:
         raise ValueError("there")
 
@@ -41,11 +41,11 @@ async def test_errors_come_back(thread: Background) -> None:
         await thread.run(fails)
 
 
-async def test_a_cancellation_is_handed_on_and_its_end_is_waited_for(thread: Background) -> None:
-    begun, cancelled, may_end, ended = (threading.Event() for _ in range(4))
+async def test_a_cancellation_is_forwarded_and_awaited(thread: Background) -> None:
+    started, cancelled, may_end, ended = (threading.Event() for _ in range(4))
 
     async def waits() -> None:
-        begun.set()
+        started.set()
         try:
             await hang()
         finally:
@@ -54,33 +54,33 @@ async def test_a_cancellation_is_handed_on_and_its_end_is_waited_for(thread: Bac
             ended.set()
 
     task = asyncio.create_task(thread.run(waits))
-    await asyncio.to_thread(begun.wait, 5)
+    await asyncio.to_thread(started.wait, 5)
     task.cancel()
     await eventually(cancelled.is_set)
     assert not task.done()
     may_end.set()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert ended.is_set(), "it went on after the caller had been told that it was cancelled"
+    assert ended.is_set(), "it kept running after the caller was notified of the cancellation"
 
 
-async def test_whoever_waits_hears_of_the_end_of_the_thread() -> None:
-    background, begun = Background.enlist(), threading.Event()
+async def test_waiters_are_notified_when_the_thread_ends() -> None:
+    background, started = Background.enlist(), threading.Event()
 
-    async def for_ever() -> None:
-        begun.set()
+    async def never_ends() -> None:
+        started.set()
         await hang()
 
-    task = asyncio.create_task(background.run(for_ever))
-    await eventually(begun.is_set)
+    task = asyncio.create_task(background.run(never_ends))
+    await eventually(started.is_set)
     background.leave()
     with pytest.raises(ConnectionResetError):
         await task
     with pytest.raises(ConnectionResetError):
-        await background.run(for_ever)
+        await background.run(never_ends)
 
 
-async def test_after_its_end_the_next_one_is_another() -> None:
+async def test_a_new_thread_starts_after_the_old_one_ended() -> None:
     first = Background.enlist()
     first.leave()
     second = Background.enlist()
@@ -90,7 +90,7 @@ async def test_after_its_end_the_next_one_is_another() -> None:
     assert [thread for thread in threading.enumerate() if thread.name == "outboxio"] == []
 
 
-def test_a_forked_child_has_no_such_thread_and_may_have_one_of_its_own(thread: Background) -> None:
+def test_a_forked_child_starts_its_own_thread(thread: Background) -> None:
     child = os.fork()
     if child == 0:
         try:

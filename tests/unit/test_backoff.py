@@ -16,40 +16,40 @@ def seconds(policy: RetryPolicy, attempts: int) -> float:
     return policy.wait_after(attempts, ERROR, CAP).total_seconds()
 
 
-def test_the_wait_doubles_from_half_a_minute_up_to_the_cap() -> None:
+def test_the_wait_doubles_from_thirty_seconds_up_to_the_cap() -> None:
     policy = RetryPolicy(jitter=0)
     assert [seconds(policy, n) for n in range(1, 8)] == [30, 60, 120, 240, 300, 300, 300]
 
 
-def test_base_factor_and_cap_are_the_policys_to_say() -> None:
+def test_base_factor_and_cap_are_configurable() -> None:
     policy = RetryPolicy(base="1s", factor=3, cap="10s", jitter=0)  # type: ignore[arg-type]
     assert [seconds(policy, n) for n in range(1, 5)] == [1, 3, 9, 10]
     assert [seconds(RetryPolicy(base=1, factor=1, jitter=0), n) for n in (1, 9)] == [1, 1]  # type: ignore[arg-type]
     assert seconds(RetryPolicy(base=0, jitter=0), 50) == 0  # type: ignore[arg-type]
 
 
-def test_a_wait_varies_by_a_tenth_either_way_and_no_more() -> None:
+def test_a_wait_varies_by_at_most_a_tenth() -> None:
     policy = RetryPolicy()
     waits = [seconds(policy, 1) for _ in range(2_000)]
     assert 27 <= min(waits) < 28
     assert 32 < max(waits) <= 33
 
 
-def test_jitter_goes_on_top_of_the_cap() -> None:
-    """Otherwise all rows that wait for the cap would come back at the same moment."""
+def test_jitter_is_added_after_the_cap() -> None:
+    """Otherwise all rows that wait for the cap would become due at the same time."""
     policy = RetryPolicy()
     waits = [seconds(policy, 20) for _ in range(500)]
     assert 270 <= min(waits) < 300 < max(waits) <= 330
 
 
-def test_no_number_of_attempts_is_too_large() -> None:
+def test_any_number_of_attempts_is_accepted() -> None:
     for attempts in (1, 31, 32, 1_000, 10**9):
         for factor in (1, 2, 1e9, 1e300, 10**40):
             assert 0 <= seconds(RetryPolicy(factor=factor), attempts) <= 330
             assert seconds(RetryPolicy(factor=factor, base=0), attempts) == 0
 
 
-def test_an_own_backoff_replaces_all_of_it() -> None:
+def test_a_custom_backoff_replaces_the_default() -> None:
     policy = RetryPolicy(backoff=lambda attempts, error: timedelta(days=attempts), cap="1s")  # type: ignore[arg-type]
     assert policy.wait_after(3, ERROR, CAP) == timedelta(days=3)
 
@@ -69,12 +69,12 @@ def test_an_own_backoff_replaces_all_of_it() -> None:
         ("retention", float("nan"), "a duration"),
     ],
 )
-def test_a_policy_that_makes_no_sense_is_refused(option: str, value: Any, expected: str) -> None:
+def test_an_invalid_policy_is_refused(option: str, value: Any, expected: str) -> None:
     with pytest.raises(SettingsError, match=rf"setting RetryPolicy\.{option} = .*: expected {expected}"):
         RetryPolicy(**{option: value})
 
 
-def test_durations_are_spelled_as_everywhere() -> None:
+def test_durations_use_the_common_format() -> None:
     policy = RetryPolicy(base="2s", cap=60, retention="1d")  # type: ignore[arg-type]
     assert (policy.base, policy.cap, policy.retention) == (
         timedelta(seconds=2),
@@ -83,7 +83,7 @@ def test_durations_are_spelled_as_everywhere() -> None:
     )
 
 
-def test_jitter_is_even_on_both_sides() -> None:
+def test_jitter_is_symmetric() -> None:
     values = [jittered(100, 0.25) for _ in range(4_000)]
     assert all(75 <= value <= 125 for value in values)
     assert 98 < sum(values) / len(values) < 102

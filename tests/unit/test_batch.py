@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from outboxio import Batch, ConfigurationError, SettingsError
-from outboxio.handlers.options import moments_of
+from outboxio.handlers.options import next_time_of
 
 
 @pytest.mark.parametrize(
@@ -27,20 +27,20 @@ from outboxio.handlers.options import moments_of
         ({"schedule": 5}, "Batch.schedule"),
     ],
 )
-def test_what_cannot_be_a_batch_is_refused_by_name(given: dict[str, Any], message: str) -> None:
+def test_an_invalid_batch_is_refused_by_name(given: dict[str, Any], message: str) -> None:
     with pytest.raises(SettingsError) as caught:
         Batch(**given)
 
     assert message in str(caught.value)
 
 
-def test_durations_are_read_as_everywhere() -> None:
+def test_durations_use_the_common_format() -> None:
     assert Batch(max_wait="250ms").max_wait == timedelta(milliseconds=250)
     assert (Batch().longest_wait, Batch(max_wait=0).longest_wait) == (1.0, 0.0)
 
 
 @pytest.mark.parametrize(
-    ("schedule", "after", "moment"),
+    ("schedule", "after", "expected"),
     [
         ("0 0 * * *", datetime(2026, 1, 31, 13), datetime(2026, 2, 1)),
         ("0 0 * * *", datetime(2026, 1, 31), datetime(2026, 2, 1)),
@@ -48,11 +48,11 @@ def test_durations_are_read_as_everywhere() -> None:
         ("0 9 * * MON", datetime(2026, 1, 1), datetime(2026, 1, 5, 9)),
     ],
 )
-def test_a_schedule_names_the_first_moment_after_another(schedule: str, after: datetime, moment: datetime) -> None:
-    assert moments_of(schedule)(after) == moment
+def test_a_schedule_returns_the_next_scheduled_time(schedule: str, after: datetime, expected: datetime) -> None:
+    assert next_time_of(schedule)(after) == expected
 
 
-def test_a_schedule_without_its_library_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_schedule_without_its_library_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cronsim", None)
 
     with pytest.raises(ConfigurationError, match=r"pip install 'outboxio\[cron\]'"):

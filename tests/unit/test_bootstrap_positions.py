@@ -1,4 +1,4 @@
-"""The position of a bootstrap gives back exactly the key that it was made of."""
+"""The position of a bootstrap round-trips the key that it was created from."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from outboxio import ConfigurationError
-from outboxio.model.operating.groups import Place
-from outboxio.operations.bootstrapping import as_place, key_at
+from outboxio.model.operating.groups import PageCursor
+from outboxio.operations.bootstrapping import as_cursor, key_at
 
 
 @pytest.mark.parametrize(
@@ -22,9 +22,9 @@ from outboxio.operations.bootstrapping import as_place, key_at
         datetime(2026, 1, 31, tzinfo=timezone(timedelta(hours=5, minutes=30))), date(2026, 1, 31), b"\x00\xff", 0.1,
     ],
 )  # fmt: skip
-def test_a_key_is_the_same_after_json(value: object) -> None:
-    stored = msgspec.json.encode(as_place([value, value]))
-    one, other = key_at(msgspec.json.decode(stored, type=Place))
+def test_a_key_survives_a_json_round_trip(value: object) -> None:
+    stored = msgspec.json.encode(as_cursor([value, value]))
+    one, other = key_at(msgspec.json.decode(stored, type=PageCursor))
     assert type(one) is type(value)
     assert (one, other, str(one)) == (value, value, str(value))
 
@@ -32,4 +32,4 @@ def test_a_key_is_the_same_after_json(value: object) -> None:
 @pytest.mark.parametrize("value", [None, True, [], object()])
 def test_other_values_are_refused(value: object) -> None:
     with pytest.raises(ConfigurationError, match="a key column holds int, str, uuid, decimal, datetime, date, bytes"):
-        as_place([value])
+        as_cursor([value])

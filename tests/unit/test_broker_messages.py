@@ -1,4 +1,4 @@
-"""The messages of relays: destinations, layouts on the wire, and what an inbox makes of a message."""
+"""The messages of relays: destinations, layouts on the wire, and how an inbox reads a message."""
 
 from datetime import datetime
 
@@ -30,19 +30,19 @@ def received(wire: Wire, *, escaped: bool = False, **given: str) -> Incoming:
 
 @pytest.mark.parametrize("prefix", ["ce-", "ce_", "cloudEvents:"])
 @pytest.mark.parametrize("name", FORMATS)
-def test_an_inbox_reads_what_a_relay_writes_in_each_format(name: str, prefix: str) -> None:
+def test_an_inbox_reads_every_format_that_a_relay_writes(name: str, prefix: str) -> None:
     sent = message()
     incoming = received(wire_format(name, prefix=prefix)(sent))
     assert incoming.flaw is None
     assert (incoming.id, incoming.type, incoming.correlation_id) == (sent.id, "MoneyDeposited", "c-9")
     assert msgspec.json.decode(incoming.payload) == {"cents": 5}
-    if name == "debezium":  # has no header of the trace; the key is the record's
+    if name == "debezium":  # no trace header; the key is that of the record
         assert (incoming.source, incoming.key) == ("wallets", None)
     else:
         assert (incoming.source, incoming.key, incoming.headers) == ("/wallets", "w-1", {"traceparent": TRACE})
 
 
-def test_binary_mode_has_the_attributes_of_cloudevents() -> None:
+def test_binary_mode_has_the_cloudevents_attributes() -> None:
     wire = wire_format("cloudevents", prefix="ce-")(message())
     assert wire == Wire(
         {
@@ -61,21 +61,21 @@ def test_binary_mode_has_the_attributes_of_cloudevents() -> None:
     )
 
 
-def test_debeziums_layout_names_the_destination_by_the_model_type() -> None:
+def test_the_debezium_layout_routes_by_model_type() -> None:
     encode = wire_format("debezium", prefix="ce-")
     assert encode(message()).destination == "outbox.event.Wallet"
     with pytest.raises(Unprocessable, match="no model type"):
         encode(message(attributes={}))
 
 
-def test_a_header_cannot_break_out_of_its_line() -> None:
+def test_a_header_cannot_inject_another_line() -> None:
     odd = "a\r\nNats-Rollup: all\n é%"
     wire = wire_format("cloudevents", prefix="ce-", escape=percent_encoded)(message(subject=odd, type="Ä b"))
     assert wire.headers["ce-subject"] == "a%0D%0ANats-Rollup:%20all%0A%20%C3%A9%25"
     assert received(wire, escaped=True).type == "Ä b"
 
 
-def test_the_version_of_an_event_travels() -> None:
+def test_the_event_version_is_transmitted() -> None:
     for name in ("cloudevents", "structured"):
         wire = wire_format(name, prefix="ce-")(message(attributes={"eventversion": "3"}))
         assert received(wire).version == 3
@@ -85,19 +85,19 @@ def test_the_version_of_an_event_travels() -> None:
     )
 
 
-def test_a_message_without_any_header_takes_the_fallback() -> None:
+def test_a_message_without_headers_uses_the_fallback() -> None:
     plain = incoming_of(None, b"{}", fallback=Fallback(id="7", source="nats:WALLETS", type="Paid"))
     assert (plain.id, plain.source, plain.type, plain.flaw) == ("7", "nats:WALLETS", "Paid", None)
-    assert "it names no event type" in str(incoming_of(None, b"{}", fallback=FALLBACK).flaw)
+    assert "it has no event type" in str(incoming_of(None, b"{}", fallback=FALLBACK).flaw)
 
 
 @pytest.mark.parametrize("body", [b"", b"[1]", b'{"id": "1"}', b"\xff"])
-def test_a_broken_document_is_a_flaw_and_raises_nothing(body: bytes) -> None:
+def test_a_malformed_document_is_reported_without_raising(body: bytes) -> None:
     incoming = incoming_of({}, body, fallback=FALLBACK, content_type="application/cloudevents+json")
-    assert "it is no CloudEvent in JSON" in str(incoming.flaw)
+    assert "it is not a CloudEvent in JSON" in str(incoming.flaw)
 
 
-def test_a_template_fills_its_fields() -> None:
+def test_a_template_is_filled_with_fields() -> None:
     assert Template("wallets", option="subject")(message()) == "wallets"
     assert Template("{{x}}", option="subject")(message()) == "{x}"
     by_type = Template("wallets.{event_type}", option="subject", fit=str.lower)
@@ -107,22 +107,22 @@ def test_a_template_fills_its_fields() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "error"),
     [
         ("", "expected a text"),
         ("wallets.{event_typ}", "did you mean 'event_type'"),
-        ("wallets.{", "cannot be read"),
+        ("wallets.{", "is not a valid template"),
         ("wallets.{event_type!r}", "a format or a conversion"),
         ("wallets.{}", "has the field ''"),
     ],
 )
-def test_a_template_that_cannot_be_filled_is_refused(text: str, told: str) -> None:
-    with pytest.raises(ConfigurationError, match=told):
+def test_an_invalid_template_is_refused(text: str, error: str) -> None:
+    with pytest.raises(ConfigurationError, match=error):
         Template(text, option="subject")
 
 
-def test_a_message_without_a_fields_value_is_unprocessable() -> None:
-    with pytest.raises(Unprocessable, match="emit the event with model_type="):
+def test_a_message_without_the_value_of_a_field_is_unprocessable() -> None:
+    with pytest.raises(Unprocessable, match="emit it with model_type="):
         Template("outbox.{model_type}", option="topic")(message(attributes={}))
 
 

@@ -1,4 +1,4 @@
-"""A claim alone: rows that a second process has are left out, and the rest is finished by attempts."""
+"""A claim in isolation: rows of another process are skipped, and the others are finished by attempts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from outboxio import State
 from outboxio.model.notification import Notification
 from outboxio.model.outcome import NO_LEASE
-from outboxio.runs.opening import STARTABLE, RowClaim, TakenByAnother, WorkResult
+from outboxio.runs.opening import STARTABLE, RowClaimer, TakenByAnother, WorkResult
 from outboxio.runs.run import Run
 from outboxio.statistics.figures import Counters
 from outboxio.support.clock import ShardClock
@@ -41,12 +41,12 @@ def run(number: int, attempts: int = 0) -> Run:
     return Run(row, cast(Any, None), NO_LEASE)
 
 
-def claim_of(counters: Counters) -> RowClaim:
-    judge: Any = lambda run, cause: cause  # noqa: E731  # says what it was asked about
-    return RowClaim(judge, counters, ShardClock(lambda: NOW))
+def claim_of(counters: Counters) -> RowClaimer:
+    classifier: Any = lambda run, cause: cause  # noqa: E731  # returns its argument
+    return RowClaimer(classifier, counters, ShardClock(lambda: NOW))
 
 
-async def test_rows_of_a_second_process_are_left_out_and_counted() -> None:
+async def test_rows_of_another_process_are_skipped_and_counted() -> None:
     counters, rows = Counters(), [run(3), run(1), run(2)]
     envelopes: dict[Run, Any] = {row: row.notification.id for row in rows}
 
@@ -56,7 +56,7 @@ async def test_rows_of_a_second_process_are_left_out_and_counted() -> None:
     assert counters.refused == 1
 
 
-async def test_a_run_without_a_free_row_is_taken_by_another() -> None:
+async def test_a_run_without_a_free_row_is_claimed_by_another_process() -> None:
     counters, row = Counters(), run(1)
 
     with pytest.raises(TakenByAnother):
@@ -65,7 +65,7 @@ async def test_a_run_without_a_free_row_is_taken_by_another() -> None:
     assert counters.refused == 0  # the end of the run counts it
 
 
-async def test_rows_that_did_not_fail_are_finished_together_if_their_attempts_are_equal() -> None:
+async def test_rows_that_did_not_fail_are_finished_together_by_attempts() -> None:
     session, rows = Session(set()), [run(4), run(2, 1), run(1), run(3)]
     result = WorkResult(State.SUCCEEDED, 1, {rows[3]: ValueError("no")})
 
@@ -74,7 +74,7 @@ async def test_rows_that_did_not_fail_are_finished_together_if_their_attempts_ar
     assert session.finished == [([1, 4], State.SUCCEEDED, 1), ([2], State.SUCCEEDED, 2)]
 
 
-def test_a_failed_run_is_judged_by_its_cause_and_has_no_outcome_without_one() -> None:
+def test_a_failed_run_needs_a_cause_to_have_an_outcome() -> None:
     claim, error = claim_of(Counters()), ValueError("no")
 
     assert cast(Any, claim.failed(run(1), error, error)) is error

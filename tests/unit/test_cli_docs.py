@@ -1,4 +1,4 @@
-"""The pages name commands and options that exist, and the page of the command line names every command."""
+"""The pages name only existing commands and options, and the CLI page names every command."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def options_of(name: str) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_a_page_names_commands_and_options_that_exist(page: Path) -> None:
+def test_pages_name_only_commands_and_options_that_exist(page: Path) -> None:
     text = page.read_text("utf-8")
 
     code = "\n".join(block or inline for block, inline in _CODE.findall(text))
@@ -30,7 +30,7 @@ def test_a_page_names_commands_and_options_that_exist(page: Path) -> None:
         assert set(re.findall(r"(?<=\s)--[a-z-]+", unquoted)) <= options_of(name), f"outboxio {name}{rest}"
 
 
-def test_the_page_of_the_command_line_has_every_command_and_only_options_that_exist() -> None:
+def test_the_cli_page_has_every_command_and_only_existing_options() -> None:
     text = (ROOT / "docs" / "reference" / "command-line.md").read_text()
     begin, end = text.index("## The commands"), text.index("## Workers")
     rows = [line for line in text[begin:end].splitlines() if line.startswith("| `")]

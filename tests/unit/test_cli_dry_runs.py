@@ -1,4 +1,4 @@
-"""A dry run gives no order: whatever the command, no row of any table changes, and no file appears."""
+"""A dry run changes nothing: no command changes a row or creates a file."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Shipped(Event):
     order: int
 
 
-async def tell(url: str) -> tuple[UUID, UUID]:
-    """A dead letter that parks a key with two notifications behind, and an order under way; their ids."""
+async def prepare(url: str) -> tuple[UUID, UUID]:
+    """Create a dead letter whose key has two more notifications, and start a retry; return the ids of both."""
     async with Outbox(url, namespace="dry") as outbox:
         await outbox.migrate()
 
@@ -49,9 +49,9 @@ async def tell(url: str) -> tuple[UUID, UUID]:
         await outbox.drain()
         await outbox.admin.pause("mail")
         [dead] = await outbox.admin.list("DEAD")
-        order = await outbox.admin.retry([dead.id], reason="once more")
+        operation = await outbox.admin.retry([dead.id], reason="once more")
         await outbox.drain()
-        return dead.id, order.id
+        return dead.id, operation.id
 
 
 @pytest.fixture
@@ -69,15 +69,15 @@ def rows(database: Path) -> list[str]:
         connection.close()
 
 
-def test_every_order_has_a_dry_run_that_changes_nothing(database: Path) -> None:
+def test_every_operation_has_a_dry_run_that_changes_nothing(database: Path) -> None:
     url = f"sqlite:///{database}"
-    dead, done = map(str, asyncio.run(tell(url)))
-    with sqlite3.connect(database) as connection:  # a bulk order whose process is busy elsewhere
+    dead, done = map(str, asyncio.run(prepare(url)))
+    with sqlite3.connect(database) as connection:  # a bulk operation that another process is running
         connection.execute("UPDATE eventlog_operations SET state = 'RUNNING', worker = 'web-1' WHERE id = ?", (done,))
     connection.close()
     (database.parent / "dry_app.py").write_text(APP.format(url=url))
-    # The words, the exit code, and a text of the answer.
-    orders: list[tuple[list[str], int, str]] = [
+    # The arguments, the exit code, and a text of the output.
+    cases: list[tuple[list[str], int, str]] = [
         (["retry", dead], 0, "1 notification"),
         (["retry", "--handler", "ledger"], 0, "1 notification"),
         (["skip", "--all"], 0, "3 notifications"),
@@ -85,7 +85,7 @@ def test_every_order_has_a_dry_run_that_changes_nothing(database: Path) -> None:
         (["resume", "ledger", "customer-7"], 0, "The key has 1 dead letter and 2 blocked notifications."),
         (["resume", "ledger", "customer-8"], 1, "not parked"),
         (["replay", "mail", "--since", "1d"], 0, "would run mail again for all events since"),
-        (["backfill", "mail", "--since", "1d", "--type", "Shipped"], 0, "would give mail all Shipped events since"),
+        (["backfill", "mail", "--since", "1d", "--type", "Shipped"], 0, "would send mail all Shipped events since"),
         (["pause", "ledger"], 0, "would pause ledger. No run of the handler starts"),
         (["pause", "mail"], 0, "paused already"),
         (["unpause", "mail"], 0, "would let mail run again"),
@@ -95,34 +95,34 @@ def test_every_order_has_a_dry_run_that_changes_nothing(database: Path) -> None:
         (["unsubscribe", "ledger"], 0, "2 waiting notifications"),
         (["stop", done], 0, "This retry has changed 1 notification"),
         (["stop", dead], 1, "unknown"),
-        (["cancel", dead], 0, "The run is of the handler ledger for event"),
+        (["cancel", dead], 0, "Run of the handler ledger for event"),
         (["cancel", done], 1, "there is no notification"),
-        (["partitions", "ledger", "1"], 0, "1 already"),
-        (["emit", "dry_app:outbox", "Billed", '{"order": 7}'], 0, "emit would record Billed"),
+        (["partitions", "ledger", "1"], 0, "already 1"),
+        (["emit", "dry_app:outbox", "Billed", '{"order": 7}'], 0, "would record Billed"),
         (["migrate"], 0, "up to date"),
         (["migrate", "--contract"], 0, "up to date"),
     ]
     before = rows(database)
 
-    for words, code, text in orders:
-        where = [] if "dry_app:outbox" in words else ["--database", url, "--namespace", "dry"]
+    for arguments, code, text in cases:
+        where = [] if "dry_app:outbox" in arguments else ["--database", url, "--namespace", "dry"]
         for more in ([], ["--yes"], ["--json"]):
-            if words[0] == "migrate" and more == ["--yes"]:
+            if arguments[0] == "migrate" and more == ["--yes"]:
                 continue
-            result = CliRunner().invoke(app, [*words, "--dry-run", *where, *more])
-            assert result.exit_code == code, (words, result.output)
+            result = CliRunner().invoke(app, [*arguments, "--dry-run", *where, *more])
+            assert result.exit_code == code, (arguments, result.output)
             if not more:
-                assert text in " ".join(result.stdout.split()), words
-            elif more == ["--json"] and words[0] not in ("retry", "skip", "migrate"):
+                assert text in " ".join(result.stdout.split()), arguments
+            elif more == ["--json"] and arguments[0] not in ("retry", "skip", "migrate"):
                 assert json.loads(result.stdout)["dry_run"] is True
-            assert rows(database) == before, words
-    tried = {words[0] for words, _, _ in orders}
+            assert rows(database) == before, arguments
+    tried = {arguments[0] for arguments, _, _ in cases}
     changing = {name for name, command in COMMANDS.items() if command.rich_help_panel == "Changing"}
     assert changing | {"migrate"} <= tried
 
 
 @pytest.mark.parametrize(
-    "words",
+    "arguments",
     [
         ["replay", "ledgre", "--since", "1d"],
         ["backfill", "ledgre", "--since", "1d"],
@@ -136,23 +136,23 @@ def test_every_order_has_a_dry_run_that_changes_nothing(database: Path) -> None:
     ],
     ids=" ".join,
 )
-def test_a_dry_run_refuses_a_misspelt_name_as_the_order_does(database: Path, words: list[str]) -> None:
+def test_a_dry_run_refuses_a_misspelt_name_as_the_operation_does(database: Path, arguments: list[str]) -> None:
     url = f"sqlite:///{database}"
-    asyncio.run(tell(url))
+    asyncio.run(prepare(url))
 
-    result = CliRunner().invoke(app, [*words, "--dry-run", "--database", url, "--namespace", "dry"])
+    result = CliRunner().invoke(app, [*arguments, "--dry-run", "--database", url, "--namespace", "dry"])
 
     assert result.exit_code == 2, result.output
     assert "did you mean" in result.stderr.lower() or "ledger" in result.stderr
 
 
-def test_the_number_of_partitions_is_recorded_with_the_user_and_the_reason(database: Path) -> None:
+def test_the_partition_count_is_recorded_with_the_user_and_reason(database: Path) -> None:
     url = f"sqlite:///{database}"
-    asyncio.run(tell(url))
+    asyncio.run(prepare(url))
     where = ["--database", url, "--namespace", "dry", "--json"]
 
     assert CliRunner().invoke(app, ["partitions", "ledger", "1", "--reason", "one writer", *where]).exit_code == 0
-    [order, *_] = json.loads(CliRunner().invoke(app, ["operations", *where]).stdout)["rows"]
+    [operation, *_] = json.loads(CliRunner().invoke(app, ["operations", *where]).stdout)["rows"]
 
-    assert (order["kind"], order["origin"], order["reason"]) == ("partitions", "cli", "one writer")
-    assert "@" in order["actor"]
+    assert (operation["kind"], operation["origin"], operation["reason"]) == ("partitions", "cli", "one writer")
+    assert "@" in operation["actor"]

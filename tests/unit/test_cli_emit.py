@@ -1,4 +1,4 @@
-"""``outboxio emit`` checks the fields of an event of every kind of class, as a handler reads the fields."""
+"""``outboxio emit`` validates the fields of events of every kind of class, as a handler decodes them."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "emit.db"
 
 
-def emit(*words: str) -> Result:
-    return CliRunner().invoke(app, ["emit", "emit_app:outbox", *words])
+def emit(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["emit", "emit_app:outbox", *arguments])
 
 
 def payloads(file: Path) -> list[object]:
@@ -87,12 +87,12 @@ def payloads(file: Path) -> list[object]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_event_of_every_kind_of_class_is_checked_and_recorded(file: Path, kind: str) -> None:
+def test_an_event_of_every_kind_of_class_is_validated_and_recorded(file: Path, kind: str) -> None:
     for wrong in ('{"order": "seven", "day": "2026-01-31"}', '{"order": 7, "day": "soon"}', '{"order": 7}'):
         refused = emit(kind, wrong)
         assert refused.exit_code == 2, refused.output
-        assert f"this is no {kind}" in refused.stderr
-        assert "the fields are order, day" in refused.stderr
+        assert f"invalid {kind}" in refused.stderr
+        assert "its fields: order, day" in refused.stderr
     assert payloads(file) == []
 
     recorded = emit(kind, '{"order": 7, "day": "2026-01-31"}')
@@ -101,15 +101,15 @@ def test_an_event_of_every_kind_of_class_is_checked_and_recorded(file: Path, kin
     assert payloads(file) == [{"order": 7, "day": "2026-01-31"}]
 
 
-def test_what_is_no_event_is_refused_in_words(file: Path) -> None:
-    for words, text in (
-        (["Plain", '{"order": 7}'], "no event class of this outbox has the type 'Plain'; its types: "),
+def test_an_invalid_event_is_refused_with_a_clear_error(file: Path) -> None:
+    for arguments, text in (
+        (["Plain", '{"order": 7}'], "this outbox has no event type 'Plain'; its types: "),
         (["Picky", '{"order": -1}'], "the order is below 0"),
         (["OfStruct", "[7]"], "expected a JSON object"),
         (["OfStruct", "{order: 7}"], "expected a JSON object"),
         (["OfStruct", "[" * 100_000], "expected a JSON object"),
     ):
-        refused = emit(*words)
+        refused = emit(*arguments)
         assert refused.exit_code == 2, refused.output
         assert text in refused.stderr
         assert "Traceback" not in refused.output

@@ -1,7 +1,7 @@
-"""The help of each command is what ``tests/golden/help.txt`` says: a change of a word or an option is seen in review.
+"""The help of each command matches ``tests/golden/help.txt``, so that every change is reviewed.
 
-``OUTBOXIO_TEST_WRITE_GOLDEN=1 pytest tests/unit/test_cli_help.py`` writes the file anew. The layout
-belongs to typer, so the file has the words only.
+``OUTBOXIO_TEST_WRITE_GOLDEN=1 pytest tests/unit/test_cli_help.py`` rewrites the file. The layout depends on typer, so
+the file has only the text.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ def words_of(name: str) -> Iterator[str]:
     yield ""
 
 
-def test_the_help_of_every_command_is_the_reviewed_text() -> None:
-    told = "\n".join(line for name in COMMANDS for line in words_of(name))
+def test_the_help_of_every_command_matches_the_golden_file() -> None:
+    help_text = "\n".join(line for name in COMMANDS for line in words_of(name))
     if os.environ.get("OUTBOXIO_TEST_WRITE_GOLDEN"):
-        GOLDEN.write_text(told)
-    assert told == GOLDEN.read_text()
+        GOLDEN.write_text(help_text)
+    assert help_text == GOLDEN.read_text()
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -54,11 +54,11 @@ def test_every_command_has_an_example_and_explains_every_option(name: str) -> No
 
 
 @pytest.mark.parametrize("name", COMMANDS.keys() - {"demo", "worker", "completion", "tail", "export"})
-def test_every_command_answers_machines(name: str) -> None:
+def test_every_command_supports_json_output(name: str) -> None:
     assert "--json" in {option for parameter in COMMANDS[name].params for option in parameter.opts}
 
 
-def test_every_remedy_of_the_overview_is_a_command_with_its_options() -> None:
+def test_every_fix_in_the_overview_is_a_valid_command() -> None:
     source = (ROOT / "outboxio" / "health" / "rules.py").read_text()
     remedies = re.findall(r'"outboxio (\S+?)((?: --?[a-z][a-z-]*|[ {][^"]*)*)"', source)
 

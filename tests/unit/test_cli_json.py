@@ -1,7 +1,7 @@
-"""The JSON answers of commands have the shape that ``tests/golden/json.txt`` says: scripts read these answers.
+"""The JSON output of the commands has the shape of ``tests/golden/json.txt``, because scripts read it.
 
-``OUTBOXIO_TEST_WRITE_GOLDEN=1 pytest tests/unit/test_cli_json.py`` writes the file anew. Values are
-left out, keys and kinds of values stay.
+``OUTBOXIO_TEST_WRITE_GOLDEN=1 pytest tests/unit/test_cli_json.py`` rewrites the file, which has the
+keys and types without the values.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Pay(Action):
         tx.emit(Paid(self.order), model_id=self.order, model_type="Order")
 
 
-async def tell(url: str) -> str:
-    """Two orders of a customer: the first ends DEAD and parks the key, the second waits behind. An id."""
+async def prepare(url: str) -> str:
+    """Fail the first of two orders of a customer, which parks the key; return the id of its notification."""
     async with Outbox(url, namespace="golden") as outbox:
         await outbox.migrate()
 
@@ -103,23 +103,23 @@ def kind_of(text: str) -> str:
         datetime.fromisoformat(text)
     except ValueError:
         return "text"
-    return "moment"
+    return "time"
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_the_json_of_every_command_has_the_reviewed_shape(tmp_path: Path) -> None:
-    url, told = f"sqlite:///{tmp_path / 'golden.db'}", list[str]()
-    id = asyncio.run(tell(url))
+def test_the_json_of_every_command_matches_the_golden_file(tmp_path: Path) -> None:
+    url, sections = f"sqlite:///{tmp_path / 'golden.db'}", list[str]()
+    id = asyncio.run(prepare(url))
 
-    for words in commands(id):
-        answer = CliRunner().invoke(app, [*words, "--database", url, "--namespace", "golden", "--json"])
+    for arguments in commands(id):
+        answer = CliRunner().invoke(app, [*arguments, "--database", url, "--namespace", "golden", "--json"])
         shapes = [shape(json.loads(document)) for document in documents(answer.stdout)]
-        assert shapes, f"{words}: {answer.output}"
-        line = " ".join("ID" if word == id else word for word in words)
-        told += [f"outboxio {line}  (exit {answer.exit_code})", json.dumps(shapes[0], indent=1), ""]
+        assert shapes, f"{arguments}: {answer.output}"
+        line = " ".join("ID" if argument == id else argument for argument in arguments)
+        sections += [f"outboxio {line}  (exit {answer.exit_code})", json.dumps(shapes[0], indent=1), ""]
 
-    text = "\n".join(told)
+    text = "\n".join(sections)
     if os.environ.get("OUTBOXIO_TEST_WRITE_GOLDEN"):
         GOLDEN.write_text(text)
     assert text == GOLDEN.read_text()

@@ -1,4 +1,4 @@
-"""Rows fit the terminal: no header and no number is broken, and numbers are aligned."""
+"""Rows fit the terminal: headers and numbers are not wrapped, and numbers are aligned."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any, cast
 import pytest
 from rich.console import Console
 
-from outboxio.cli.answer import last_error
 from outboxio.cli.commands.rows import Column, Rows
+from outboxio.cli.output import last_error
 from outboxio.health.values import brief
 from outboxio.model.notification import State
 from outboxio.support.text import cut_at_word
@@ -43,7 +43,7 @@ def test_a_wide_terminal_shows_all_columns_with_aligned_numbers() -> None:
     assert first.endswith("refused")
 
 
-def test_a_narrower_terminal_leaves_spare_columns_out_and_folds_long_texts() -> None:
+def test_a_narrower_terminal_omits_spare_columns_and_wraps_long_texts() -> None:
     lines = printed(some(), 95)
 
     assert "due at" not in lines[0]
@@ -53,7 +53,7 @@ def test_a_narrower_terminal_leaves_spare_columns_out_and_folds_long_texts() -> 
 
 
 @pytest.mark.parametrize("width", [80, 60, 50])
-def test_in_a_narrow_terminal_a_row_is_a_few_lines(width: int) -> None:
+def test_in_a_narrow_terminal_a_row_takes_a_few_lines(width: int) -> None:
     lines = printed(some(), width)
 
     assert lines[0] == f"{ID}  invoice-pdf"
@@ -64,7 +64,7 @@ def test_in_a_narrow_terminal_a_row_is_a_few_lines(width: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("errors", "told"),
+    ("errors", "expected"),
     [
         ([], ""),
         ([{"type": "KeyError", "message": "'ada'"}], "KeyError: 'ada'"),
@@ -73,19 +73,19 @@ def test_in_a_narrow_terminal_a_row_is_a_few_lines(width: int) -> None:
         ({"type": "ByHand", "message": "x"}, "ByHand: x"),
     ],
 )
-def test_errors_that_a_foreign_tool_has_written_are_shown_as_they_are(errors: object, told: str) -> None:
+def test_errors_written_by_an_external_tool_are_shown_unchanged(errors: object, expected: str) -> None:
     record = SimpleNamespace(errors=errors, state=State.FAILED)  # the rest of a record does not matter
 
-    assert last_error(cast(Any, record)) == told
+    assert last_error(cast(Any, record)) == expected
 
 
-def test_a_row_that_has_succeeded_shows_no_old_error() -> None:
+def test_a_succeeded_row_shows_no_old_error() -> None:
     record = SimpleNamespace(errors=[{"type": "KeyError", "message": "'ada'"}], state=State.SUCCEEDED)
 
     assert last_error(cast(Any, record)) == ""
 
 
-def test_an_error_in_a_sentence_is_cut_between_words_and_ends_without_dots() -> None:
+def test_an_error_in_a_sentence_is_cut_between_words_without_dots() -> None:
     refused = "could not connect to the server at db.example.org, for more than sixty connections are open"
 
     assert cut_at_word(refused, 60) == "could not connect to the server at db.example.org, for (…)"

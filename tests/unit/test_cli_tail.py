@@ -1,4 +1,4 @@
-"""``outboxio tail --follow`` shows every change, however many notifications change between two looks."""
+"""``outboxio tail --follow`` shows every change, however many notifications change between two polls."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from outboxio import Event, Outbox
-from outboxio.cli.choice import Choice
 from outboxio.cli.commands.notifications import Changes, tail
+from outboxio.cli.filter_options import FilterOptions
 from outboxio.model.operating.groups import Filter
 from tests.kit.app import eventually
 
@@ -38,15 +38,15 @@ async def filled(outbox: Outbox) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-async def test_a_look_reads_on_until_all_changes_are_there_and_no_change_comes_twice(tmp_path: Path) -> None:
+async def test_a_poll_reads_every_change_exactly_once(tmp_path: Path) -> None:
     async with Outbox(f"sqlite:///{tmp_path / 'tail.db'}", namespace="tail") as outbox:
         await filled(outbox)
-        for wanted in (Filter(), Filter(handler="mail"), Filter(states=("PENDING", "SKIPPED"))):
-            changes = Changes(outbox, wanted)
+        for filter in (Filter(), Filter(handler="mail"), Filter(states=("PENDING", "SKIPPED"))):
+            changes = Changes(outbox, filter)
             first = await changes.first()
             assert len(first) == 200
-            begun = {record.id for record in first} | {record.id for record in await changes.next()}
-            assert begun <= {record.id for record in await outbox.admin.list(limit=NUMBER)}
+            initial = {record.id for record in first} | {record.id for record in await changes.next()}
+            assert initial <= {record.id for record in await outbox.admin.list(limit=NUMBER)}
             assert await changes.next() == []
 
             await outbox.admin.retry(Filter(states=("PENDING", "SKIPPED")))
@@ -64,14 +64,14 @@ async def test_a_look_reads_on_until_all_changes_are_there_and_no_change_comes_t
 async def test_following_prints_every_change(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     async with Outbox(f"sqlite:///{tmp_path / 'tail.db'}", namespace="tail") as outbox:
         await filled(outbox)
-        told: list[str] = []
+        lines: list[str] = []
 
         def read() -> set[str]:
-            told.extend(capsys.readouterr().out.splitlines())
-            return {line["id"] for line in map(json.loads, told) if line["state"] == "SKIPPED"}
+            lines.extend(capsys.readouterr().out.splitlines())
+            return {line["id"] for line in map(json.loads, lines) if line["state"] == "SKIPPED"}
 
-        following = asyncio.create_task(tail(outbox, Choice(), 0.1, follow=True, as_json=True))
-        await eventually(lambda: read() == set() and told)
+        following = asyncio.create_task(tail(outbox, FilterOptions(), 0.1, follow=True, as_json=True))
+        await eventually(lambda: read() == set() and lines)
         await outbox.admin.skip(Filter(handler="mail"))
         await eventually(lambda: len(read()) == NUMBER)
         following.cancel()
@@ -79,7 +79,7 @@ async def test_following_prints_every_change(tmp_path: Path, capsys: pytest.Capt
 
 
 @pytest.mark.timeout(60)
-async def test_following_ends_at_the_date_of_until(tmp_path: Path) -> None:
+async def test_following_ends_at_the_until_date(tmp_path: Path) -> None:
     async with Outbox(f"sqlite:///{tmp_path / 'tail.db'}", namespace="tail") as outbox:
         await outbox.migrate()
-        assert await tail(outbox, Choice(until="1h"), 0.1, follow=True, as_json=True) == 0
+        assert await tail(outbox, FilterOptions(until="1h"), 0.1, follow=True, as_json=True) == 0

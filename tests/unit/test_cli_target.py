@@ -1,4 +1,4 @@
-"""The target of the command line: code that ends while it is imported or called is named."""
+"""The target of the command line: code that exits during its import or call is named."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def test_a_target_that_ends_the_process_is_named(
             pass
 
 
-async def test_an_interruption_of_the_import_is_not_an_error_of_the_target(
+async def test_an_interrupted_import_is_not_an_error_of_the_target(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "target_interrupted.py").write_text("raise KeyboardInterrupt")

@@ -1,4 +1,4 @@
-"""The clock of a shard: the database's time, as precisely as it can be known."""
+"""The clock of a shard: an estimate of the database's time."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Host:
 
 
 class Watched:
-    """A clock that heartbeats correct, and a database whose clock is right except for its jumps."""
+    """A clock corrected by heartbeats, and a database whose clock is right except for its jumps."""
 
     def __init__(self, host: Host, ahead: timedelta = NONE) -> None:
         self.host = host
@@ -59,8 +59,8 @@ class Watched:
         return self._epoch + timedelta(microseconds=(self.host.steady_ns - self._begun) // 1000)
 
     def beat(self) -> None:
-        asked = steady_now()
-        self.clock.correct(self.database_now, asked, steady_now())
+        queried = steady_now()
+        self.clock.correct(self.database_now, queried, steady_now())
 
     def live(self, span: timedelta) -> None:
         """Time passes, with a heartbeat every five seconds."""
@@ -77,66 +77,64 @@ def watched(host: Host) -> Watched:
 # --- one answer ------------------------------------------------------------------------------------
 
 
-def test_until_the_database_is_asked_the_wall_clock_rules_whatever_it_does(host: Host) -> None:
+def test_before_the_first_query_the_wall_clock_is_used(host: Host) -> None:
     clock = ShardClock(None)
     assert clock() == utc_now()
     host.set_wall_clock(HOUR)
     assert clock() == utc_now()
 
 
-def test_the_offset_is_that_of_a_quick_answer(host: Host) -> None:
-    clock, asked = ShardClock(None), steady_now()
+def test_the_offset_comes_from_a_quick_answer(host: Host) -> None:
+    clock, queried = ShardClock(None), steady_now()
     host.pass_time(SECOND / 500)
 
-    clock.correct(utc_now() + 60 * SECOND, asked, steady_now())
+    clock.correct(utc_now() + 60 * SECOND, queried, steady_now())
 
     assert abs(clock() - utc_now() - 60 * SECOND) <= SECOND / 1000
 
 
-def test_a_slow_answer_that_proves_nothing_does_not_move_the_clock(watched: Watched) -> None:
-    before, asked = watched.clock.offset, steady_now()
+def test_a_slow_inconclusive_answer_does_not_move_the_clock(watched: Watched) -> None:
+    before, queried = watched.clock.offset, steady_now()
     watched.host.pass_time(4 * SECOND)
 
-    watched.clock.correct(watched.true_now - SECOND, asked, steady_now())
+    watched.clock.correct(watched.true_now - SECOND, queried, steady_now())
 
     assert watched.clock.offset == before
 
 
-def test_a_slow_answer_that_the_offset_contradicts_moves_it_between_its_limits(watched: Watched) -> None:
-    before, asked = watched.clock.offset, steady_now()
+def test_a_slow_answer_that_contradicts_the_offset_is_used_within_bounds(watched: Watched) -> None:
+    before, queried = watched.clock.offset, steady_now()
     watched.host.pass_time(4 * SECOND)
 
-    watched.clock.correct(watched.true_now + 20 * SECOND, asked, steady_now())
+    watched.clock.correct(watched.true_now + 20 * SECOND, queried, steady_now())
 
     assert before is not None
     assert watched.clock.offset == before + 22 * SECOND
 
 
-def test_answers_that_agree_leave_the_offset_as_it_is(watched: Watched) -> None:
-    before, asked = watched.clock.offset, steady_now()
+def test_consistent_answers_leave_the_offset_unchanged(watched: Watched) -> None:
+    before, queried = watched.clock.offset, steady_now()
     watched.host.pass_time(SECOND / 250)
     for read_before in (0.001, 0.0015, 0.002):
-        watched.clock.correct(watched.true_now - read_before * SECOND, asked, steady_now())
+        watched.clock.correct(watched.true_now - read_before * SECOND, queried, steady_now())
 
     assert watched.clock.offset == before
 
 
-def test_a_clock_that_was_given_is_never_corrected(host: Host) -> None:
-    moment = datetime(2026, 1, 1)
-    clock = ShardClock(lambda: moment)
+def test_a_user_supplied_clock_is_never_corrected(host: Host) -> None:
+    fixed = datetime(2026, 1, 1)
+    clock = ShardClock(lambda: fixed)
 
-    clock.correct(moment + 60 * SECOND, steady_now(), steady_now())
+    clock.correct(fixed + 60 * SECOND, steady_now(), steady_now())
 
-    assert (clock(), clock.settled()) == (moment, moment)
+    assert (clock(), clock.settled()) == (fixed, fixed)
 
 
 # --- the wall clock of the host --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("step", [HOUR, -HOUR, timedelta(days=8)])
-def test_a_step_of_the_wall_clock_changes_nothing_once_the_database_was_asked(
-    watched: Watched, step: timedelta
-) -> None:
+def test_wall_clock_steps_are_ignored_after_the_first_query(watched: Watched, step: timedelta) -> None:
     watched.host.set_wall_clock(step)
 
     assert watched.clock() == watched.clock.settled() == watched.true_now
@@ -144,7 +142,7 @@ def test_a_step_of_the_wall_clock_changes_nothing_once_the_database_was_asked(
     assert watched.clock() == watched.clock.settled() == watched.true_now
 
 
-def test_the_steady_clock_goes_on_while_nobody_sets_it() -> None:
+def test_the_steady_clock_advances_without_corrections() -> None:
     before = steady_now()
     assert timedelta() <= steady_now() - before < 10 * SECOND
 
@@ -153,7 +151,7 @@ def test_the_steady_clock_goes_on_while_nobody_sets_it() -> None:
 
 
 @pytest.mark.parametrize("jump", [timedelta(days=8), -timedelta(days=8), SLIGHT + SECOND, -HOUR])
-def test_a_jump_of_the_database_that_does_not_last_changes_nothing(watched: Watched, jump: timedelta) -> None:
+def test_a_temporary_jump_of_the_database_changes_nothing(watched: Watched, jump: timedelta) -> None:
     watched.jump = jump
     for _ in range(11):  # nearly a minute
         watched.live(5 * SECOND)
@@ -163,15 +161,15 @@ def test_a_jump_of_the_database_that_does_not_last_changes_nothing(watched: Watc
     assert watched.clock() == watched.clock.settled() == watched.true_now
 
 
-def test_a_database_whose_clock_is_slightly_different_is_followed_at_once(watched: Watched) -> None:
-    """A standby that took over, as a rule."""
+def test_a_slightly_different_database_clock_is_followed_at_once(watched: Watched) -> None:
+    """Usually after a failover to a standby."""
     for _ in range(3):
         watched.jump += SLIGHT
         watched.beat()
         assert watched.clock() == watched.clock.settled() == watched.database_now
 
 
-def test_a_jump_that_lasts_is_followed_in_what_is_due_and_later_in_what_expires(watched: Watched) -> None:
+def test_a_lasting_jump_affects_due_rows_first_and_expiry_later(watched: Watched) -> None:
     watched.jump = timedelta(days=8)
     watched.beat()
     watched.live(FOLLOWED_AFTER)
@@ -183,7 +181,7 @@ def test_a_jump_that_lasts_is_followed_in_what_is_due_and_later_in_what_expires(
     assert watched.true_now - watched._epoch == SETTLED_AFTER
 
 
-def test_a_jump_that_ends_before_it_has_settled_has_made_nobody_too_old(watched: Watched) -> None:
+def test_a_jump_that_ends_early_expires_nobody(watched: Watched) -> None:
     watched.jump = timedelta(days=8)
     watched.live(3 * FOLLOWED_AFTER)
     assert watched.clock() == watched.database_now
@@ -196,14 +194,14 @@ def test_a_jump_that_ends_before_it_has_settled_has_made_nobody_too_old(watched:
     assert watched.clock() == watched.clock.settled() == watched.true_now
 
 
-def test_a_jump_back_that_lasts_is_followed_and_needs_no_settling(watched: Watched) -> None:
+def test_a_lasting_backward_jump_is_followed_without_settling(watched: Watched) -> None:
     watched.jump = -HOUR
     watched.beat()
     watched.live(FOLLOWED_AFTER)
     assert watched.clock() == watched.clock.settled() == watched.database_now
 
 
-def test_a_clock_that_jumps_to_and_fro_is_never_followed(watched: Watched) -> None:
+def test_a_clock_that_jumps_back_and_forth_is_never_followed(watched: Watched) -> None:
     for number in range(60):
         watched.jump = timedelta(hours=number % 3)
         watched.live(5 * SECOND)
@@ -215,7 +213,7 @@ def test_each_jump_is_logged_once_with_its_size(watched: Watched, caplog: pytest
         watched.jump = timedelta(days=8)
         watched.live(30 * SECOND)
         [line] = caplog.messages
-        assert "shard default jumped by 8d" in line
+        assert "shard default: the database clock jumped by 8d" in line
         watched.jump = NONE
         watched.live(30 * SECOND)
         watched.jump = -HOUR
@@ -224,21 +222,17 @@ def test_each_jump_is_logged_once_with_its_size(watched: Watched, caplog: pytest
     assert "jumped by -1h" in caplog.messages[-1]
 
 
-# --- the beginning ---------------------------------------------------------------------------------
+# --- startup ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ahead", [NONE, SLIGHT, -HOUR, -timedelta(days=8)])
-def test_at_its_start_a_process_believes_a_database_that_is_not_ahead_of_its_own_clock(
-    host: Host, ahead: timedelta
-) -> None:
+def test_at_startup_a_database_clock_that_is_not_ahead_is_trusted(host: Host, ahead: timedelta) -> None:
     watched = Watched(host, ahead)
     assert watched.clock() == watched.clock.settled() == watched.database_now
 
 
 @pytest.mark.parametrize("ahead", [timedelta(minutes=10), timedelta(days=8)])
-def test_of_a_database_and_a_host_that_contradict_each_other_the_earlier_decides_what_expires_at_first(
-    host: Host, ahead: timedelta
-) -> None:
+def test_if_database_and_host_disagree_the_earlier_time_decides_what_expires(host: Host, ahead: timedelta) -> None:
     watched = Watched(host, ahead)
     assert watched.clock() == watched.database_now
     assert watched.clock.settled() == watched.true_now
@@ -246,24 +240,24 @@ def test_of_a_database_and_a_host_that_contradict_each_other_the_earlier_decides
     assert watched.clock() == watched.clock.settled() == watched.database_now
 
 
-async def test_a_process_without_heartbeats_asks_at_most_once_a_minute(host: Host) -> None:
-    clock, asked = ShardClock(None), list[datetime]()
+async def test_a_process_without_heartbeats_queries_at_most_once_a_minute(host: Host) -> None:
+    clock, queried = ShardClock(None), list[datetime]()
 
-    async def ask() -> datetime:
-        asked.append(utc_now())
+    async def query() -> datetime:
+        queried.append(utc_now())
         return utc_now() - HOUR
 
     for _ in range(3):
-        await clock.measure(ask)
-    assert len(asked) == 1
+        await clock.measure(query)
+    assert len(queried) == 1
     assert clock() == utc_now() - HOUR
     host.pass_time(FRESH + SECOND)
-    await clock.measure(ask)
-    assert len(asked) == 2
+    await clock.measure(query)
+    assert len(queried) == 2
 
 
-async def test_nobody_asks_where_a_clock_was_given(host: Host) -> None:
-    async def ask() -> datetime:
-        raise AssertionError("nobody needs to know")
+async def test_a_user_supplied_clock_is_never_queried(host: Host) -> None:
+    async def query() -> datetime:
+        raise AssertionError("the database was queried")
 
-    await ShardClock(lambda: datetime(2026, 1, 1)).measure(ask)
+    await ShardClock(lambda: datetime(2026, 1, 1)).measure(query)

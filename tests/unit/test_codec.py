@@ -96,7 +96,7 @@ def refusal(value: object) -> str:
         ("ünï 世界 😀", "ünï 世界 😀"),
     ],
 )
-def test_values_are_encoded_as_msgspec_does_it(value: object, stored: object) -> None:
+def test_values_are_encoded_as_by_msgspec(value: object, stored: object) -> None:
     assert encoded(Anything(value)) == {"value": stored}
     assert encoded({"value": value}) == {"value": stored}
 
@@ -107,15 +107,15 @@ def test_text_stays_readable() -> None:
 
 @pytest.mark.parametrize("value", [[1], (), "text", 7, None, True, Pair(1, 2), Text.FINE])
 def test_only_objects_are_stored(value: object) -> None:
-    assert refusal(value).endswith("which is no JSON object")
+    assert refusal(value).endswith("which is not a JSON object")
 
 
-def test_what_is_no_object_is_shown_in_whole_characters() -> None:
+def test_a_value_other_than_an_object_is_shown_in_whole_characters() -> None:
     assert "ééé" in refusal(["x" + "é" * 60])
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
-def test_a_number_that_json_has_not_is_found_wherever_it_hides(number: float) -> None:
+def test_a_number_without_a_json_form_is_found_at_any_depth(number: float) -> None:
     hidden: list[tuple[object, str]] = [
         (Anything(number), "value"),
         (Renamed(number), "big_number"),
@@ -133,7 +133,7 @@ def test_a_number_that_json_has_not_is_found_wherever_it_hides(number: float) ->
         assert refusal(value) == f"{path} is {number!r}, which JSON cannot hold; use None, or a string"
 
 
-def test_nul_is_found_wherever_it_hides_and_kept_where_the_database_keeps_it() -> None:
+def test_nul_is_found_at_any_depth_and_kept_where_supported() -> None:
     hidden: list[tuple[Any, str]] = [
         ("a\0", "value"),
         ({"a": ["\0"]}, "value.a[0]"),
@@ -151,14 +151,14 @@ def test_nul_is_found_wherever_it_hides_and_kept_where_the_database_keeps_it() -
         assert "\0" in repr(encoded(Anything(value), stores_nul=True)).encode().decode("unicode_escape")
 
 
-def test_a_lone_surrogate_is_no_text() -> None:
+def test_a_lone_surrogate_is_not_valid_text() -> None:
     for value, path in (("\ud800", "value"), (["a\udfff"], "value[0]"), ({"\udc00": 1}, "value key")):
         reason = refusal(Anything(value))
-        assert reason.startswith("a string contains a lone surrogate, which is no Unicode text")
+        assert reason.startswith("a string contains a lone surrogate, which is not valid Unicode")
         assert reason.endswith(f" - at `{path}`")
 
 
-def test_what_msgspec_cannot_encode_is_refused_with_its_reason() -> None:
+def test_unsupported_values_are_refused_with_the_reason_from_msgspec() -> None:
     circle: list[Any] = []
     circle.append(circle)
     for value in (object(), 1j, {(1, 2): 3}, {None: 1}, (n for n in range(3)), circle, lambda: None):
@@ -166,12 +166,12 @@ def test_what_msgspec_cannot_encode_is_refused_with_its_reason() -> None:
 
 
 class NoJson:
-    """A model of a foreign library, as msgspec sees it."""
+    """A model of another library, as msgspec sees it."""
 
     value = 1
 
 
-def test_what_cannot_be_encoded_is_named_by_its_path() -> None:
+def test_an_unsupported_value_is_named_by_its_path() -> None:
     hidden: list[tuple[Any, str]] = [
         (NoJson(), "value"),
         ({"a": [1, {"b": NoJson()}]}, "value.a[1].b"),
@@ -184,7 +184,7 @@ def test_what_cannot_be_encoded_is_named_by_its_path() -> None:
         assert refusal(Anything(value)).endswith(f" - at `{path}`")
 
 
-def test_an_object_comes_back_as_it_was() -> None:
+def test_an_object_survives_a_round_trip() -> None:
     chance = random.Random(7)
 
     def anything(depth: int) -> Any:
@@ -203,7 +203,7 @@ def test_an_object_comes_back_as_it_was() -> None:
         assert decode_object(encode_object(value, "x", stores_nul=False).encode()) == value
 
 
-def test_a_document_is_an_object_or_the_text_of_one() -> None:
+def test_a_document_is_an_object_or_its_json_text() -> None:
     assert decode_object(b"null") == {}
     assert decode_object(b'{"a": 1}') == decode_object(b'"{\\"a\\": 1}"') == {"a": 1}
     assert decode_object(msgspec.Raw(b'{"a": 1}')) == {"a": 1}
@@ -218,7 +218,7 @@ def test_a_malformed_list_of_names_is_empty() -> None:
             decode_object(document)
 
 
-def test_a_struct_is_made_from_the_fields_that_it_shares_with_another_value() -> None:
+def test_a_struct_is_built_from_the_fields_it_shares_with_another() -> None:
     class Row(Inner, kw_only=True):
         state: str
 

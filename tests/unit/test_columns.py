@@ -1,4 +1,4 @@
-"""A column that a migration adds reaches every INSERT and SELECT, or this fails."""
+"""Every column that a migration adds is in every INSERT and SELECT."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_an_event_is_inserted_with_all_columns() -> None:
     assert set(insertion._VALUES) == columns_of("events") - MADE_BY_THE_DATABASE["events"]
 
 
-def test_fan_out_and_the_inbox_make_notifications_with_all_columns() -> None:
+def test_fan_out_and_inbox_create_notifications_with_all_columns() -> None:
     assert set(events._MADE) == columns_of("event_notifications") - MADE_BY_THE_DATABASE["event_notifications"]
     assert set(session._NEW) == columns_of("event_notifications")
 

@@ -1,4 +1,4 @@
-"""The filter of a page: URL to filter and back, and the filter in words."""
+"""The filter of a page: parsed from a URL, written to a URL, and described as text."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from uuid import uuid4
 import pytest
 
 from outboxio import ConfigurationError, Filter, State
-from outboxio.cli.choice import Choice
+from outboxio.cli.filter_options import FilterOptions
 from outboxio.dashboard.filters import (
-    WORDS,
+    PARAMETERS,
     Values,
+    describe_filter,
     filter_of,
-    in_words,
-    refuse_unknown_words,
+    refuse_unknown_parameters,
 )
-from outboxio.operations.queries.filters import parse_moment, query_of
+from outboxio.operations.queries.filters import parse_time, query_of
 
 NOW = datetime(2030, 1, 2, 12)
 
@@ -26,17 +26,17 @@ NOW = datetime(2030, 1, 2, 12)
 def values(query: str) -> Values:
     found = parse_qs(query, keep_blank_values=True)
 
-    def of(word: str) -> Sequence[str]:
-        return found.get(word, [])
+    def of(label: str) -> Sequence[str]:
+        return found.get(label, [])
 
     return of
 
 
-def test_the_words_are_those_of_the_command_line() -> None:
-    assert set(WORDS) == set(Choice.__struct_fields__)
+def test_filter_parameters_match_the_cli_options() -> None:
+    assert set(PARAMETERS) == set(FilterOptions.__struct_fields__)
 
 
-def test_a_url_says_a_filter() -> None:
+def test_a_url_contains_a_filter() -> None:
     action = uuid4()
     query = (
         "state=dead&state=FAILED&handler=invoice-pdf&type=OrderPaid&key=ada&model=7&correlation=req+7"
@@ -49,39 +49,39 @@ def test_a_url_says_a_filter() -> None:
     )  # fmt: skip
 
 
-def test_empty_fields_of_a_form_do_not_count_and_a_page_has_states_of_its_own() -> None:
+def test_empty_form_fields_are_ignored_and_a_page_has_default_states() -> None:
     assert filter_of(values("state=&handler=+&key=&since=")) == Filter()
     assert filter_of(values("state="), "DEAD", "EXPIRED").states == (State.DEAD, State.EXPIRED)
     assert filter_of(values("state=skipped"), "DEAD", "EXPIRED").states == (State.SKIPPED,)
 
 
 @pytest.mark.parametrize(
-    ("query", "told"),
+    ("query", "message"),
     [
         ("state=DEADD", "'DEADD'; the states are PENDING, "),
         ("since=yesterday", "since is 'yesterday'; expected a date (2026-01-31, 2026-01-31T02:41), or how long ago"),
         ("until=2030-13-01", "until is '2030-13-01'; expected a date"),
-        ("handler=a&handler=b", "handler has 2 values, 'a' and 'b'; give handler once"),
-        ("since=2030-01-02&until=2030-01-01", "expected an until that is later than since"),
+        ("handler=a&handler=b", "handler has 2 values, 'a' and 'b'; use handler only once"),
+        ("since=2030-01-02&until=2030-01-01", "until must be later than since"),
         (f"handler={'x' * 300}", "has 300 characters"),
         ("key=a%00b", "NUL"),
         ("type=a%00b", "NUL"),
         ("error=***", "expected a part of the last error"),
     ],
 )
-def test_a_wrong_value_is_refused_with_the_value_and_the_remedy(query: str, told: str) -> None:
+def test_a_wrong_value_is_refused_with_the_value_and_fix(query: str, message: str) -> None:
     with pytest.raises(ConfigurationError) as refused:
         filter_of(values(query), now=NOW)
-    assert told in str(refused.value)
+    assert message in str(refused.value)
 
 
-def test_a_misspelt_word_is_refused_because_the_filter_would_be_wider() -> None:
-    refuse_unknown_words(["handler", "after"], (*WORDS, "after"))
+def test_a_misspelt_parameter_is_refused_because_it_would_widen_the_filter() -> None:
+    refuse_unknown_parameters(["handler", "after"], (*PARAMETERS, "after"))
     with pytest.raises(ConfigurationError, match=r"no filter 'handlr': did you mean 'handler'\?"):
-        refuse_unknown_words(["handlr"], WORDS)
+        refuse_unknown_parameters(["handlr"], PARAMETERS)
 
 
-def test_a_filter_and_its_query_say_the_same() -> None:
+def test_a_filter_survives_a_round_trip_through_its_query() -> None:
     for filter in (
         Filter(),
         Filter(
@@ -93,7 +93,7 @@ def test_a_filter_and_its_query_say_the_same() -> None:
         assert filter_of(values(urlencode(query_of(filter), doseq=True))) == filter
 
 
-def test_a_moment_is_a_date_or_how_long_ago() -> None:
+def test_a_time_is_a_date_or_an_age() -> None:
     ten = datetime(2030, 1, 2, 10)
     for text in (
         "2h",
@@ -104,25 +104,25 @@ def test_a_moment_is_a_date_or_how_long_ago() -> None:
         "2030-01-02T11:00+01:00",
         "2030-01-02T11:00 01:00",
     ):
-        assert parse_moment(text, now=NOW) == ten, text
-    assert parse_moment("2030-01-02") == datetime(2030, 1, 2)
-    assert parse_moment("999999d", now=NOW) == datetime.min
-    assert parse_moment("0001-01-01T00:00+14:00") == datetime.min
-    assert all(parse_moment(text) is None for text in ("", "ago", "soon", "-1h", "2030-02-30", "1e999"))
+        assert parse_time(text, now=NOW) == ten, text
+    assert parse_time("2030-01-02") == datetime(2030, 1, 2)
+    assert parse_time("999999d", now=NOW) == datetime.min
+    assert parse_time("0001-01-01T00:00+14:00") == datetime.min
+    assert all(parse_time(text) is None for text in ("", "ago", "soon", "-1h", "2030-02-30", "1e999"))
     now, local = datetime.now(UTC), timezone(timedelta(hours=-3))
-    assert parse_moment(now.astimezone(local).isoformat()) == now.replace(tzinfo=None)
+    assert parse_time(now.astimezone(local).isoformat()) == now.replace(tzinfo=None)
 
 
-def test_a_filter_in_words() -> None:
-    assert in_words(Filter()) == "all notifications"
-    assert in_words(Filter(), "events") == "all events"
-    assert in_words(Filter(states=("DEAD",))) == "DEAD notifications"
-    assert in_words(
+def test_a_filter_is_described_in_text() -> None:
+    assert describe_filter(Filter()) == "all notifications"
+    assert describe_filter(Filter(), "events") == "all events"
+    assert describe_filter(Filter(states=("DEAD",))) == "DEAD notifications"
+    assert describe_filter(
         Filter(states=("DEAD", "EXPIRED", "FAILED"), handler="pdf", error="E: *", since=datetime(2030, 1, 1, 2, 41))
     ) == (
         "DEAD, EXPIRED or FAILED notifications of the handler “pdf”, with “E: *” in the last error, "
         "changed since 2030-01-01 02:41 UTC"
     )
-    assert in_words(Filter(since=datetime(2030, 1, 1), until=datetime(2030, 1, 2, 0, 0, 1)), "events") == (
+    assert describe_filter(Filter(since=datetime(2030, 1, 1), until=datetime(2030, 1, 2, 0, 0, 1)), "events") == (
         "events emitted since 2030-01-01 00:00 UTC and before 2030-01-02 00:00:01 UTC"
     )

@@ -1,4 +1,4 @@
-"""The frame of the dashboard: strangers, rights, forms of other sites, headers, mounts and proxies, errors."""
+"""The frame of the dashboard: authorization, permissions, forms of other sites, headers, mounts and proxies, errors."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from starlette.routing import Mount
 
 from outboxio import ConfigurationError, DatabaseUnavailable, Outbox
 from outboxio.dashboard import RIGHTS, Access, Dashboard, allow_all, basic_auth
-from outboxio.dashboard.app import ORDERS, PAGES
-from outboxio.dashboard.asked import Asked, checked_back
+from outboxio.dashboard.app import FORM_ACTIONS, PAGES
 from outboxio.dashboard.guard import HEADERS
+from outboxio.dashboard.page_request import PageRequest, checked_back
 from outboxio.dashboard.view import view_of
 from outboxio.health.rules import RULE_NAMES, RULES
 from outboxio.testing import memory_outbox
@@ -52,33 +52,33 @@ def bad_words(response: httpx.Response) -> str:
     return f"{response.request.method} {response.request.url.path} -> {response.status_code}"
 
 
-# --- who may see and order ------------------------------------------------------------------------
+# --- permissions ----------------------------------------------------------------------------------
 
 
-def test_a_dashboard_is_not_mounted_open_by_omission(outbox: Outbox) -> None:
+def test_a_dashboard_without_authorization_is_refused(outbox: Outbox) -> None:
     with pytest.raises(TypeError, match="authorize"):
         Dashboard(outbox)  # type: ignore[call-arg]
     with pytest.raises(ConfigurationError, match=r"authorize is None; expected a function"):
         Dashboard(outbox, authorize=None)  # type: ignore[arg-type]
 
 
-async def test_a_stranger_gets_404_for_every_path_and_hears_nothing_else(outbox: Outbox) -> None:
+async def test_an_unauthorized_user_gets_404_for_every_path(outbox: Outbox) -> None:
     paths = [address_of(route.path) for route in PAGES] + ["/nothing", "/static/x/outboxio.css"]
     async with browser(Dashboard(outbox, authorize=with_access(None))) as client:
         answers = [await client.get(path) for path in paths]
-        answers += [await client.post(order.path) for order in ORDERS]
+        answers += [await client.post(action.path) for action in FORM_ACTIONS]
 
     assert {(answer.status_code, answer.text) for answer in answers} == {(404, "Not Found")}
     assert not client.cookies
 
 
-@pytest.mark.parametrize("order", ORDERS, ids=lambda order: order.path)
-async def test_every_order_is_refused_without_its_right(order: Any, outbox: Outbox) -> None:
-    others = Access("ada", set(RIGHTS) - {order.right})
+@pytest.mark.parametrize("action", FORM_ACTIONS, ids=lambda action: action.path)
+async def test_every_operation_is_refused_without_its_permission(action: Any, outbox: Outbox) -> None:
+    others = Access("ada", set(RIGHTS) - {action.right})
     read_only = Dashboard(outbox, authorize=allow_all, read_only=True)
     for app in (Dashboard(outbox, authorize=with_access(others)), read_only):
         async with browser(app) as client:
-            answer = await send_form(client, address_of(order.path))
+            answer = await send_form(client, address_of(action.path))
 
         assert answer.status_code == 403, bad_words(answer)
         assert "does not have the right" in answer.text
@@ -86,7 +86,7 @@ async def test_every_order_is_refused_without_its_right(order: Any, outbox: Outb
 
 
 @pytest.mark.parametrize("route", [route for route in PAGES if route.right != "view"], ids=lambda route: route.path)
-async def test_every_page_with_a_right_is_refused_without_the_right(route: Any, outbox: Outbox) -> None:
+async def test_every_protected_page_is_refused_without_the_permission(route: Any, outbox: Outbox) -> None:
     async with browser(Dashboard(outbox, authorize=with_access(Access("ada", set(RIGHTS) - {route.right})))) as client:
         answer = await client.get(address_of(route.path))
 
@@ -94,7 +94,7 @@ async def test_every_page_with_a_right_is_refused_without_the_right(route: Any, 
 
 
 @pytest.mark.parametrize("route", PAGES, ids=lambda route: route.path)
-async def test_every_page_answers_and_has_no_forms_that_order_for_a_viewer(route: Any, outbox: Outbox) -> None:
+async def test_every_page_renders_without_operation_forms_for_a_viewer(route: Any, outbox: Outbox) -> None:
     async with browser(Dashboard(outbox, authorize=with_access(Access.viewer("ada")))) as client:
         answer = await client.get(address_of(route.path))
 
@@ -104,14 +104,14 @@ async def test_every_page_answers_and_has_no_forms_that_order_for_a_viewer(route
     assert "<script>" not in answer.text
 
 
-@pytest.mark.parametrize("order", ORDERS, ids=lambda order: order.path)
-async def test_every_order_is_a_post(order: Any) -> None:
-    assert order.right in RIGHTS
-    assert order.right not in ("view", "payloads"), "an order changes rows"
+@pytest.mark.parametrize("action", FORM_ACTIONS, ids=lambda action: action.path)
+async def test_every_operation_is_a_post(action: Any) -> None:
+    assert action.right in RIGHTS
+    assert action.right not in ("view", "payloads"), "an operation changes rows"
 
 
-async def test_a_database_that_takes_no_orders_makes_the_dashboard_read_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, an_order: list[dict[str, str]]
+async def test_a_read_only_database_makes_the_dashboard_read_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, submitted: list[dict[str, str]]
 ) -> None:
     file = tmp_path / "shop.db"
     async with Outbox(f"sqlite:///{file}", namespace="shop") as outbox:
@@ -120,28 +120,28 @@ async def test_a_database_that_takes_no_orders_makes_the_dashboard_read_only(
         monkeypatch.setattr(os, "access", lambda path, mode: path != str(file) and may_write(path, mode))
         async with browser(Dashboard(outbox, authorize=allow_all)) as client:
             page = await client.get("/")
-            answer = await send_form(client, "/orders/remember")
+            answer = await send_form(client, "/operations/remember")
 
     assert "read only" in page.text
     assert answer.status_code == 403
-    assert f"this process may not write the file {file}" in answer.text
-    assert an_order == []
+    assert f"this process has no permission to write the file {file}" in answer.text
+    assert submitted == []
 
 
-async def test_authorize_may_be_async_and_may_answer_itself(outbox: Outbox) -> None:
+async def test_authorize_may_be_async_and_may_return_a_response(outbox: Outbox) -> None:
     async def operators(request: Request) -> Access | RedirectResponse:
         if request.headers.get("x-user") is None:
             return RedirectResponse("/login", 302)
         return Access.operator(request.headers["x-user"])
 
     async with browser(Dashboard(outbox, authorize=operators)) as client:
-        stranger, operator = await client.get("/"), await client.get("/", headers={"x-user": "ada@example.org"})
+        anonymous, operator = await client.get("/"), await client.get("/", headers={"x-user": "ada@example.org"})
 
-    assert (stranger.status_code, stranger.headers["location"]) == (302, "/login")
+    assert (anonymous.status_code, anonymous.headers["location"]) == (302, "/login")
     assert "ada@example.org" in operator.text
 
 
-async def test_an_exception_of_authorize_is_answered_by_the_application_around(outbox: Outbox) -> None:
+async def test_an_exception_of_authorize_reaches_the_surrounding_application(outbox: Outbox) -> None:
     def operators(request: Request) -> Access:
         raise HTTPException(401, "log in first")
 
@@ -151,13 +151,13 @@ async def test_an_exception_of_authorize_is_answered_by_the_application_around(o
     assert (answer.status_code, answer.json()) == (401, {"detail": "log in first"})
 
 
-async def test_an_answer_of_authorize_without_a_meaning_is_an_error_and_lets_nobody_in(outbox: Outbox) -> None:
+async def test_an_invalid_result_of_authorize_is_an_error_and_denies_access(outbox: Outbox) -> None:
     async with browser(Dashboard(outbox, authorize=lambda request: True)) as client:  # type: ignore[arg-type,return-value]
         with pytest.raises(ConfigurationError, match="authorize returned True; expected an Access"):
             await client.get("/")
 
 
-async def test_basic_auth_wants_the_password_of_the_environment(
+async def test_basic_auth_requires_the_password_of_the_environment(
     outbox: Outbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ConfigurationError, match="OUTBOX_PASSWORD is not set"):
@@ -165,22 +165,22 @@ async def test_basic_auth_wants_the_password_of_the_environment(
     monkeypatch.setenv("OUTBOX_PASSWORD", "sesam: öffne dich")
     app = Dashboard(outbox, authorize=basic_auth("ops", password_env="OUTBOX_PASSWORD", access=Access.viewer))
     async with browser(app) as client:
-        asked = await client.get("/")
+        unauthenticated = await client.get("/")
         wrong = await client.get("/", headers={"authorization": "Basic b3BzOm9wcw=="})
         broken = await client.get("/", headers={"authorization": "Basic ?"})
         right = await client.get("/", auth=httpx.BasicAuth("ops", "sesam: öffne dich"))
 
-    assert [one.status_code for one in (asked, wrong, broken, right)] == [401, 401, 401, 200]
-    assert asked.headers["www-authenticate"].startswith("Basic realm=")
+    assert [one.status_code for one in (unauthenticated, wrong, broken, right)] == [401, 401, 401, 200]
+    assert unauthenticated.headers["www-authenticate"].startswith("Basic realm=")
 
 
-def test_rights_are_named_and_bounded() -> None:
+def test_permissions_are_validated() -> None:
     with pytest.raises(ConfigurationError, match=r"there is no right 'rtery'; the rights are view, payloads, retry"):
         Access("ada", {"rtery"})
     with pytest.raises(ConfigurationError, match="actor"):
         Access("")
     assert Access("ada", {"retry"}).may("view")
-    assert not Access.viewer("ada").orders
+    assert not Access.viewer("ada").may_operate
     assert {right for right in RIGHTS if not Access.operator("ada").may(right)} == {"purge", "unsubscribe"}
     assert Access.admin("ada").reading().can == {"view", "payloads"}
 
@@ -189,7 +189,7 @@ def test_rights_are_named_and_bounded() -> None:
 
 
 @pytest.mark.parametrize("path", ["/", "/nothing", "/glossary", "/?format=json"])
-async def test_every_answer_has_the_headers(path: str, outbox: Outbox) -> None:
+async def test_every_response_has_the_security_headers(path: str, outbox: Outbox) -> None:
     async with browser(Dashboard(outbox, authorize=allow_all)) as client:
         answer = await client.get(path)
 
@@ -197,7 +197,7 @@ async def test_every_answer_has_the_headers(path: str, outbox: Outbox) -> None:
     assert "HttpOnly; SameSite=Strict" in answer.headers["set-cookie"]
 
 
-async def test_a_file_has_an_address_for_ever_and_a_tag(outbox: Outbox) -> None:
+async def test_a_static_file_has_an_immutable_url_and_an_etag(outbox: Outbox) -> None:
     async with browser(Dashboard(outbox, authorize=allow_all)) as client:
         page = await client.get("/")
         [address] = re.findall(r'href="([^"]+outboxio\.css)"', page.text)
@@ -212,30 +212,32 @@ async def test_a_file_has_an_address_for_ever_and_a_tag(outbox: Outbox) -> None:
 
 
 @pytest.fixture
-def an_order(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
-    """An order that only remembers its forms, at ``/orders/remember``."""
+def submitted(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
+    """An operation that only records its forms, at ``/operations/remember``."""
     from outboxio.dashboard import app
-    from outboxio.dashboard.view import Done, Order
+    from outboxio.dashboard.view import Done, FormAction
 
     forms: list[dict[str, str]] = []
 
-    async def remember(asked: Asked, form: Any) -> Done:
+    async def remember(page_request: PageRequest, form: Any) -> Done:
         forms.append(dict(form))
         return Done()
 
-    monkeypatch.setattr(app, "ORDERS", [*ORDERS, Order("remember", "/orders/remember", remember, "retry")])
+    monkeypatch.setattr(
+        app, "FORM_ACTIONS", [*FORM_ACTIONS, FormAction("remember", "/operations/remember", remember, "retry")]
+    )
     return forms
 
 
-async def test_a_form_of_this_site_with_its_token_is_taken_and_leads_back(
-    an_order: list[dict[str, str]], outbox: Outbox
+async def test_a_form_with_a_valid_token_is_accepted_and_redirects_back(
+    submitted: list[dict[str, str]], outbox: Outbox
 ) -> None:
     async with browser(Dashboard(outbox, authorize=allow_all)) as client:
-        answer = await send_form(client, "/orders/remember", {"back": "/dead?state=DEAD", "reason": "ö & ü"})
-        evil = await send_form(client, "/orders/remember", {"back": "//evil.example/"})
+        answer = await send_form(client, "/operations/remember", {"back": "/dead?state=DEAD", "reason": "ö & ü"})
+        evil = await send_form(client, "/operations/remember", {"back": "//evil.example/"})
 
     assert (answer.status_code, answer.headers["location"]) == (303, "/dead?state=DEAD")
-    assert an_order[0]["reason"] == "ö & ü"
+    assert submitted[0]["reason"] == "ö & ü"
     assert evil.headers["location"] == "/"
 
 
@@ -251,46 +253,50 @@ async def test_a_form_of_this_site_with_its_token_is_taken_and_leads_back(
         ({}, 303),
     ],
 )
-async def test_a_form_of_a_different_site_is_refused(
-    headers: dict[str, str], status: int, an_order: list[dict[str, str]], outbox: Outbox
+async def test_a_form_of_another_site_is_refused(
+    headers: dict[str, str], status: int, submitted: list[dict[str, str]], outbox: Outbox
 ) -> None:
     async with browser(Dashboard(outbox, authorize=allow_all)) as client:
         await client.get("/")
-        answer = await client.post("/orders/remember", data={"csrf": client.cookies["outboxio_csrf"]}, headers=headers)
+        answer = await client.post(
+            "/operations/remember", data={"csrf": client.cookies["outboxio_csrf"]}, headers=headers
+        )
 
     assert answer.status_code == status
-    assert len(an_order) == (status == 303)
+    assert len(submitted) == (status == 303)
 
 
 async def test_a_form_without_the_token_of_the_browser_is_refused(
-    an_order: list[dict[str, str]], outbox: Outbox
+    submitted: list[dict[str, str]], outbox: Outbox
 ) -> None:
     async with browser(Dashboard(outbox, authorize=allow_all)) as client:
         for fields in ({"csrf": ""}, {"csrf": "x" * 32}):
-            refused = await send_form(client, "/orders/remember", fields)
-            assert (refused.status_code, "too old" in refused.text) == (403, True)
+            refused = await send_form(client, "/operations/remember", fields)
+            assert (refused.status_code, "has expired" in refused.text) == (403, True)
         client.cookies.clear()
         client.cookies.set("outboxio_csrf", "")
-        planted = await client.post("/orders/remember", data={"csrf": ""}, headers={"sec-fetch-site": "same-origin"})
+        planted = await client.post(
+            "/operations/remember", data={"csrf": ""}, headers={"sec-fetch-site": "same-origin"}
+        )
 
     assert planted.status_code == 403
-    assert an_order == []
+    assert submitted == []
 
 
-async def test_a_form_that_is_too_large_or_no_form_is_refused(an_order: list[dict[str, str]], outbox: Outbox) -> None:
+async def test_an_oversized_or_malformed_form_is_refused(submitted: list[dict[str, str]], outbox: Outbox) -> None:
     async with browser(Dashboard(outbox, authorize=allow_all)) as client:
-        large = await send_form(client, "/orders/remember", {"reason": "x" * 1_000_001})
-        many = await send_form(client, "/orders/remember", {"id": [ID] * 2_001})
-        json = await client.post("/orders/remember", json={"csrf": client.cookies["outboxio_csrf"]})
+        large = await send_form(client, "/operations/remember", {"reason": "x" * 1_000_001})
+        many = await send_form(client, "/operations/remember", {"id": [ID] * 2_001})
+        json = await client.post("/operations/remember", json={"csrf": client.cookies["outboxio_csrf"]})
 
     assert [large.status_code, many.status_code, json.status_code] == [413, 413, 400]
-    assert an_order == []
+    assert submitted == []
 
 
 @pytest.mark.parametrize(
     "path", [None, "", "dead", "//evil.example", "/\\evil.example", "https://evil.example", "/\nx"]
 )
-def test_a_path_that_leads_elsewhere_is_not_a_way_back(path: str | None) -> None:
+def test_an_external_path_is_not_used_for_the_redirect(path: str | None) -> None:
     assert checked_back(path) == "/"
 
 
@@ -322,7 +328,7 @@ def in_litestar(app: Any) -> Any:
     ],
 )
 async def test_every_link_has_the_prefix_of_mount_and_proxy(
-    mount: Callable[[Any], Any], root_path: str, prefix: str, an_order: list[dict[str, str]], outbox: Outbox
+    mount: Callable[[Any], Any], root_path: str, prefix: str, submitted: list[dict[str, str]], outbox: Outbox
 ) -> None:
     app = mount(Dashboard(outbox, authorize=allow_all))
     async with browser(app, root_path=root_path) as client:
@@ -333,7 +339,7 @@ async def test_every_link_has_the_prefix_of_mount_and_proxy(
         cookie = overview.headers["set-cookie"]
         token = cookie.partition("=")[2].partition(";")[0]
         answer = await client.post(
-            "/ops/outbox/orders/remember",
+            "/ops/outbox/operations/remember",
             data={"csrf": token, "back": "/glossary"},
             headers={"sec-fetch-site": "same-origin", "cookie": f"outboxio_csrf={token}"},
         )
@@ -346,7 +352,7 @@ async def test_every_link_has_the_prefix_of_mount_and_proxy(
     assert answer.headers["location"] == f"{prefix}/glossary"
 
 
-async def test_a_served_dashboard_needs_no_mount_and_its_address_may_lack_the_slash(outbox: Outbox) -> None:
+async def test_a_standalone_dashboard_accepts_a_url_without_the_slash(outbox: Outbox) -> None:
     dashboard = Dashboard(outbox, authorize=allow_all)
     async with browser(dashboard, root_path="/outbox") as client:
         answers = [await client.get("/"), await client.get("/outbox"), await client.get("/outbox/glossary")]
@@ -360,7 +366,7 @@ async def test_a_served_dashboard_needs_no_mount_and_its_address_may_lack_the_sl
 
 
 @pytest.mark.parametrize(
-    ("error", "status", "told"),
+    ("error", "status", "message"),
     [
         (TimeoutError(), 504, "within 2 s"),
         (DatabaseUnavailable("default", "db:5432", "refused"), 503, "Shard 'default'"),
@@ -368,38 +374,38 @@ async def test_a_served_dashboard_needs_no_mount_and_its_address_may_lack_the_sl
         (ZeroDivisionError("secret"), 500, "ZeroDivisionError"),
     ],
 )
-def test_an_error_becomes_a_page_with_its_sentence(
-    error: Exception, status: int, told: str, caplog: pytest.LogCaptureFixture
+def test_an_error_becomes_a_page_with_its_message(
+    error: Exception, status: int, message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     view = view_of(error, "/dead")
 
     assert view.status == status
-    assert told in view.facts.error  # type: ignore[attr-defined]
+    assert message in view.facts.error  # type: ignore[attr-defined]
     assert "secret" not in str(view.facts)
     assert bool(caplog.records) == (status == 500)
 
 
-async def test_a_page_that_fails_says_so_as_html_and_as_json(outbox: Outbox) -> None:
+async def test_a_failing_page_is_reported_as_html_and_json(outbox: Outbox) -> None:
     async with browser(Dashboard(outbox, authorize=allow_all)) as client:
         page, json = await client.get("/nothing"), await client.get("/nothing?format=json")
         wrong_method = await client.post("/glossary")
         hostile = await client.get("/%3Cscript%3E?x=%3Cscript%3E")
 
     assert (page.status_code, json.status_code, wrong_method.status_code) == (404, 404, 405)
-    assert json.json()["error"] == "There is no such page."
+    assert json.json()["error"] == "This page does not exist."
     assert "<script>" not in hostile.text
 
 
-# --- the rest -------------------------------------------------------------------------------------
+# --- further pages -------------------------------------------------------------------------------
 
 
-def test_each_rule_about_tables_has_a_page_that_helps() -> None:
+def test_each_rule_about_tables_has_a_help_page() -> None:
     pages = {rule.name: rule.see[0] for rule in RULES if rule.see is not None}
     assert pages.keys() == set(RULE_NAMES)
     assert set(pages.values()) <= {page.name for page in PAGES}
 
 
-async def test_the_overview_has_the_verdict_as_html_and_the_same_facts_as_json(outbox: Outbox) -> None:
+async def test_the_overview_has_the_status_as_html_and_json(outbox: Outbox) -> None:
     async with browser(Dashboard(outbox, authorize=allow_all)) as client:
         page, facts = await client.get("/"), (await client.get("/?format=json")).json()
 
@@ -408,7 +414,7 @@ async def test_the_overview_has_the_verdict_as_html_and_the_same_facts_as_json(o
     assert facts["overview"]["verdict"][0].startswith("All is well")
 
 
-async def test_a_database_that_does_not_answer_shows_the_fault_and_no_reassuring_zeros() -> None:
+async def test_an_unavailable_database_shows_the_fault_instead_of_zeros() -> None:
     async with (
         Outbox("postgresql://127.0.0.1:9/shop", namespace="shop") as outbox,
         browser(Dashboard(outbox, authorize=allow_all)) as client,
@@ -417,13 +423,13 @@ async def test_a_database_that_does_not_answer_shows_the_fault_and_no_reassuring
 
     assert overview.status_code == 200
     assert "cannot be reached" in overview.text
-    assert "does not answer" in overview.text
+    assert "does not respond" in overview.text
     assert "nothing is due" not in overview.text
     assert (dead.status_code, "cannot be reached" in dead.text) == (503, True)
 
 
 @pytest.mark.parametrize("name", ["outboxio.js", "ids.js"])
-def test_the_script_is_small_and_runs_no_text_as_code(name: str) -> None:
+def test_the_script_is_small_and_evaluates_no_text(name: str) -> None:
     script = (STATIC / name).read_text("utf-8")
 
     assert script.count("\n") <= 150

@@ -1,4 +1,4 @@
-"""Requests that no page of the dashboard makes: too many fields, invalid hosts, foreign paths, forged cursors."""
+"""Requests that no page of the dashboard sends: too many fields, invalid hosts, external paths, forged cursors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from starlette.routing import Mount
 
 from outboxio import Filter, Outbox
 from outboxio.dashboard import Access, Dashboard, allow_all
-from outboxio.dashboard.app import ORDERS, PAGES
+from outboxio.dashboard.app import FORM_ACTIONS, PAGES
 from outboxio.testing import memory_outbox
 from tests.kit.dashboards import browser, send_form
 
@@ -44,17 +44,17 @@ async def test_too_many_fields_are_answered_with_a_page(outbox: Outbox, path: st
     assert all("<main" in answer.text for answer in answers)
 
 
-async def test_an_order_with_too_many_fields_in_its_address_is_refused(outbox: Outbox) -> None:
+async def test_an_operation_with_too_many_url_parameters_is_refused(outbox: Outbox) -> None:
     async with browser(Dashboard(outbox, authorize=allow_all)) as client:
-        address = await send_form(client, f"/orders/pause?{MANY}", {"handler": "x"})
-        back = await send_form(client, "/orders/retry", {"id": ID, "back": f"/?{MANY}"})
+        address = await send_form(client, f"/operations/pause?{MANY}", {"handler": "x"})
+        back = await send_form(client, "/operations/retry", {"id": ID, "back": f"/?{MANY}"})
 
     assert address.status_code == 414
     assert back.status_code == 303
 
 
 @pytest.mark.parametrize("host", ["[", "[::1", "a]b", "[v1.x"])
-async def test_an_invalid_host_is_answered_and_reaches_no_authorize(outbox: Outbox, host: str) -> None:
+async def test_an_invalid_host_is_answered_before_authorize(outbox: Outbox, host: str) -> None:
     def authorize(request: Request) -> Access:
         return Access.admin(str(request.url))
 
@@ -62,14 +62,14 @@ async def test_an_invalid_host_is_answered_and_reaches_no_authorize(outbox: Outb
         for path in (*PATHS, "/nothing"):
             answer = await client.get(path, headers={"host": host})
             assert answer.status_code == 400, path
-        answer = await client.post("/orders/pause", headers={"host": host})
+        answer = await client.post("/operations/pause", headers={"host": host})
         assert answer.status_code == 400
 
 
 async def test_an_invalid_origin_is_refused(outbox: Outbox) -> None:
     async with browser(Dashboard(outbox, authorize=allow_all)) as client:
         for origin in ("http://[", "http://a]b", "["):
-            answer = await client.post("/orders/pause", headers={"origin": origin}, data={"handler": "x"})
+            answer = await client.post("/operations/pause", headers={"origin": origin}, data={"handler": "x"})
             assert answer.status_code == 403, origin
 
 
@@ -96,22 +96,22 @@ async def raw(app: Any, path: str, root: str = "") -> str:
 @pytest.mark.parametrize(
     "path", ["//evil.example", "//evil.example/x", "///evil.example/x", "//evil.example//dead", "//"]
 )
-async def test_no_link_leads_to_a_foreign_host(outbox: Outbox, path: str) -> None:
+async def test_no_link_leads_to_another_host(outbox: Outbox, path: str) -> None:
     dashboard = Dashboard(outbox, authorize=allow_all)
     mounted = Starlette(routes=[Mount("/outbox", dashboard), Mount("/", dashboard)])
     for page in (await raw(dashboard, path), await raw(mounted, path), await raw(mounted, f"/outbox{path}")):
         assert re.findall(r'(?:href|action|value)="(?://|/\\)[^"]*"', page) == []
 
 
-@pytest.mark.parametrize("order", ORDERS, ids=lambda order: order.path)
-async def test_an_order_without_a_database_leaves_no_coroutine(order: Any) -> None:
+@pytest.mark.parametrize("action", FORM_ACTIONS, ids=lambda action: action.path)
+async def test_an_operation_without_a_database_leaves_no_coroutine(action: Any) -> None:
     outbox = Outbox("postgresql://u:p@127.0.0.1:1/x", namespace="shop")
     fields = {"handler": "x", "job": "x", "key": "x", "id": ID, "sure": "yes", "typed": "x", "since": "2026-01-01"}
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         async with browser(Dashboard(outbox, authorize=allow_all)) as client:
             for sent in (fields, {**fields, "typed": "shop"}, {"handler": "x", "sure": "yes"}):
-                answer = await send_form(client, order.path, sent, page="/glossary")
+                answer = await send_form(client, action.path, sent, page="/glossary")
                 assert answer.status_code in (400, 422, 503)
         gc.collect()
     await outbox.close()
@@ -119,10 +119,10 @@ async def test_an_order_without_a_database_leaves_no_coroutine(order: Any) -> No
     assert [str(one.message) for one in found if "never awaited" in str(one.message)] == []
 
 
-def forged(place: object, filter: Filter | None = None) -> str:
-    """A cursor as a list of this filter makes cursors, with another place."""
+def forged(cursor: object, filter: Filter | None = None) -> str:
+    """A cursor for a list with this filter, with a forged position."""
     digest = sha256(msgspec.json.encode(filter or Filter())).hexdigest()[:8]
-    return base64.urlsafe_b64encode(msgspec.json.encode([digest, {"default": place}])).decode().rstrip("=")
+    return base64.urlsafe_b64encode(msgspec.json.encode([digest, {"default": cursor}])).decode().rstrip("=")
 
 
 DEAD = Filter(states=("DEAD", "EXPIRED"))
@@ -160,7 +160,7 @@ async def answers_to(client: httpx.AsyncClient, page: str, cursor: str) -> list[
 @pytest.mark.parametrize("page", FORGED)
 async def test_a_forged_cursor_is_a_bad_request(outbox: Outbox, page: str) -> None:
     async with browser(Dashboard(outbox, authorize=allow_all)) as client:
-        for place in FORGED[page]:
-            assert await answers_to(client, page, forged(place, FILTERS.get(page))) == [400, 400], place
+        for cursor in FORGED[page]:
+            assert await answers_to(client, page, forged(cursor, FILTERS.get(page))) == [400, 400], cursor
         for cursor in ("x", "%00", "W10", "bnVsbA", "eyJhIjoxfQ", "A" * 5000, ID[:-1]):
             assert await answers_to(client, page, cursor) == [400, 400], cursor

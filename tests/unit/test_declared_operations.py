@@ -10,7 +10,7 @@ import pytest
 
 from outboxio import Admin, Outbox, Settings
 from outboxio.dashboard.access import RIGHTS
-from outboxio.dashboard.pages import ORDERS
+from outboxio.dashboard.pages import FORM_ACTIONS
 from outboxio.operations.declared import DECLARED, Declared
 from outboxio.operations.retention import Removed
 from tests.unit.test_cli_help import COMMANDS
@@ -34,7 +34,7 @@ def test_a_declaration_names_the_arguments_of_its_method(declared: Declared) -> 
 @pytest.mark.parametrize("declared", EVERY)
 def test_a_declared_operation_needs_a_permission_in_the_dashboard(declared: Declared) -> None:
     assert declared.permission in RIGHTS
-    assert [order.right for order in ORDERS if order.name == declared.kind] == [declared.permission]
+    assert [action.right for action in FORM_ACTIONS if action.name == declared.kind] == [declared.permission]
 
 
 @pytest.mark.parametrize("declared", [d for d in EVERY if not str(d.id).endswith(("_job", "_job_now"))])
@@ -43,7 +43,7 @@ def test_a_declared_operation_is_a_command(declared: Declared) -> None:
 
 
 @pytest.mark.parametrize("declared", EVERY)
-def test_the_texts_of_a_declaration_name_only_its_arguments(declared: Declared) -> None:
+def test_the_texts_of_a_declaration_use_only_its_arguments(declared: Declared) -> None:
     admin, values = Outbox("sqlite://", namespace="wallets").admin, values_of(declared)
     for text in (declared.does, *declared.effect, declared.button, declared.typed or ""):
         assert "{" not in declared.text(text, admin, values)
@@ -52,7 +52,7 @@ def test_the_texts_of_a_declaration_name_only_its_arguments(declared: Declared) 
     assert not declared.unchanged or "{" not in declared.result(False, admin, values)
 
 
-def test_a_text_says_the_period_the_types_and_the_retention() -> None:
+def test_a_text_includes_the_period_types_and_retention() -> None:
     settings = Settings(keep_finished=timedelta(days=7), keep_dead=timedelta(days=30))
     admin = Outbox("sqlite://", namespace="wallets", settings=settings).admin
     period = {"handler": "mail", "since": datetime(2026, 1, 1), "until": datetime(2026, 2, 1, 12)}
@@ -62,7 +62,7 @@ def test_a_text_says_the_period_the_types_and_the_retention() -> None:
         "that it has finished"
     )
     assert backfill.text(backfill.does, admin, {"handler": "mail", "types": ["A", "B"]}) == (
-        "give mail all A, B events that it has missed"
+        "send mail all A, B events that it has missed"
     )
     assert "more than 7d ago are removed, and dead letters of more than 30d ago" in purge.text(
         purge.effect[0], admin, {}

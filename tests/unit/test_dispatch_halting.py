@@ -1,4 +1,4 @@
-"""Halting: a slot that moves to another process starts nothing more, and no other slot is delayed."""
+"""Halting: a slot that moves to another process starts no more runs, and no other slot is delayed."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from tests.kit.dispatching import LONG_AGO, NOON, Gate, Whole, row_of
 FIRST, SECOND = Slot("h", 0), Slot("h", 1)
 
 
-async def test_a_halted_slot_gives_ready_rows_back_and_starts_nothing_more() -> None:
+async def test_a_halted_slot_releases_ready_rows_and_starts_nothing_more() -> None:
     gate = Gate()
     async with Whole(FIRST, SECOND, call=gate, concurrency=2) as whole:
         whole.table.due = [row_of(number, partition=number % 2) for number in range(1, 9)]
         await whole.dispatcher.find_once()
-        await gate.has_begun(2)
+        await gate.has_started(2)
         before = whole.dispatcher.in_flight(FIRST), whole.dispatcher.in_flight(SECOND)
         assert before == (4, 4)
 
@@ -27,13 +27,13 @@ async def test_a_halted_slot_gives_ready_rows_back_and_starts_nothing_more() -> 
         assert whole.table.settled == [], "nothing was claimed, so nothing is written"
 
         await whole.dispatcher.find_once()
-        assert whole.asked[-1] == [0]
+        assert whole.requested_partitions[-1] == [0]
         gate.is_open.set()
         await whole.dispatcher.finish()
-        assert set(gate.begun) == {2, 4, 6, 8} | {number for number in running if number % 2}
+        assert set(gate.started) == {2, 4, 6, 8} | {number for number in running if number % 2}
 
 
-async def test_the_reads_of_other_slots_go_on_where_they_are() -> None:
+async def test_the_scan_of_other_slots_continues_at_its_position() -> None:
     async with Whole(FIRST, SECOND) as whole:
         whole.table.due = [row_of(number, partition=number % 2) for number in range(1, 9)]
         await whole.dispatcher.run_once()
@@ -45,41 +45,41 @@ async def test_the_reads_of_other_slots_go_on_where_they_are() -> None:
         assert cursor.scan.last == reached
 
 
-async def test_the_locks_are_asked_for_as_soon_as_a_halted_slot_is_idle() -> None:
+async def test_locks_are_requested_as_soon_as_a_halted_slot_is_idle() -> None:
     gate = Gate()
     async with Whole(FIRST, SECOND, call=gate) as whole:
         whole.table.due = [row_of(1, partition=1)]
         await whole.dispatcher.find_once()
-        await gate.has_begun(1)
-        assert not await whole.was_told()
+        await gate.has_started(1)
+        assert not await whole.was_notified()
         whole.dispatcher.halt(SECOND)
-        assert (whole.dispatcher.in_flight(SECOND), await whole.was_told()) == (1, False)
+        assert (whole.dispatcher.in_flight(SECOND), await whole.was_notified()) == (1, False)
 
         gate.is_open.set()
         await whole.dispatcher.finish()
-        assert (whole.dispatcher.in_flight(SECOND), await whole.was_told()) == (0, True)
+        assert (whole.dispatcher.in_flight(SECOND), await whole.was_notified()) == (0, True)
 
         whole.dispatcher.halt(FIRST)
-        assert await whole.was_told(), "a slot without rows is idle at once"
+        assert await whole.was_notified(), "a slot without rows is idle at once"
 
 
-async def test_a_slot_that_stays_after_all_is_read_from_the_beginning() -> None:
+async def test_a_slot_kept_after_all_is_read_from_the_start() -> None:
     gate = Gate()
     async with Whole(FIRST, SECOND, call=gate, concurrency=1) as whole:
         whole.table.due = [row_of(number, partition=1) for number in (1, 2, 3)]
         await whole.dispatcher.find_once()
-        await gate.has_begun(1)
+        await gate.has_started(1)
         whole.dispatcher.halt(SECOND)
         whole.dispatcher.resume(SECOND)
-        assert whole.dispatcher.in_flight(SECOND) == 1, "the run that went on all the time"
+        assert whole.dispatcher.in_flight(SECOND) == 1, "the run that continued throughout"
         await whole.dispatcher.find_once()
         assert whole.dispatcher.in_flight(SECOND) == 3
         gate.is_open.set()
         await whole.dispatcher.finish()
-        assert sorted(gate.begun) == [1, 2, 3]
+        assert sorted(gate.started) == [1, 2, 3]
 
 
-async def test_rows_that_a_read_brings_for_a_slot_that_was_halted_meanwhile_are_passed_over() -> None:
+async def test_rows_read_for_a_slot_halted_during_the_read_are_skipped() -> None:
     async with Whole(FIRST, SECOND) as whole:
         whole.table.due = [row_of(1, partition=1), row_of(2)]
         whole.table.while_reading = lambda: whole.dispatcher.halt(SECOND)
@@ -87,7 +87,7 @@ async def test_rows_that_a_read_brings_for_a_slot_that_was_halted_meanwhile_are_
         assert (result.found, whole.dispatcher.in_flight(SECOND)) == (1, 0)
 
 
-async def test_a_halted_slot_may_be_lost_and_taken_again() -> None:
+async def test_a_halted_slot_may_be_lost_and_reacquired() -> None:
     async with Whole(FIRST, SECOND) as whole:
         whole.dispatcher.halt(SECOND)
         whole.dispatcher.lose(SECOND)
@@ -100,17 +100,17 @@ async def test_a_halted_slot_may_be_lost_and_taken_again() -> None:
         assert whole.table.settled == [("SUCCEEDED", [1])]
 
 
-async def test_a_pause_that_was_ordered_while_a_slot_was_halted_is_heeded() -> None:
+async def test_a_pause_requested_while_a_slot_was_halted_is_applied() -> None:
     async with Whole(FIRST, SECOND) as whole:
         whole.dispatcher.halt(SECOND)
-        whole.dispatcher.heed_pauses([Pause("h", None)])
+        whole.dispatcher.apply_pauses([Pause("h", None)])
         whole.dispatcher.resume(SECOND)
         whole.table.due = [row_of(1, partition=1)]
         await whole.dispatcher.run_once()
         assert whole.table.settled == []
 
 
-async def test_a_batch_keeps_the_rows_of_the_other_slots() -> None:
+async def test_a_batch_keeps_the_rows_of_other_slots() -> None:
     async with Whole(FIRST, SECOND, call=Gate(), batch=Batch(size=4, max_wait="1h")) as whole:
         whole.table.due = [row_of(number, partition=number % 2) for number in range(1, 4)]
         await whole.dispatcher.find_once()
@@ -118,11 +118,11 @@ async def test_a_batch_keeps_the_rows_of_the_other_slots() -> None:
         assert [run.notification.id.int for run in whole.queue.batch_buffer] == [2]
 
 
-# --- slots that go and come back ---------------------------------------------------------------
+# --- slots that are lost and reacquired---------------------------------------------------------
 
 
-async def test_rows_of_a_slot_that_was_taken_anew_during_the_read_are_passed_over() -> None:
-    """Another process had the slot meanwhile, and may have settled rows that the read still saw as due."""
+async def test_rows_of_a_slot_reacquired_during_the_read_are_skipped() -> None:
+    """Another process had the slot in between, and may have settled rows that the read still saw as due."""
     async with Whole(FIRST, SECOND) as whole:
 
         def away_and_back() -> None:
@@ -139,12 +139,12 @@ async def test_rows_of_a_slot_that_was_taken_anew_during_the_read_are_passed_ove
         assert whole.table.settled[1:] == [("SUCCEEDED", [1])]
 
 
-async def test_what_was_unblocked_or_moved_elsewhere_after_a_change_is_swept_for() -> None:
+async def test_rows_unblocked_or_moved_after_a_change_are_swept() -> None:
     async with Whole(FIRST) as whole:
         cursor = whole.dispatcher._cursors.by_slot[FIRST]
-        for changed, told, is_swept in ((LONG_AGO, "unblocked", True), (NOON, "moved", False)):
+        for changed, note, is_swept in ((LONG_AGO, "unblocked", True), (NOON, "moved", False)):
             whole.partitions(2, changed=changed)
             whole.dispatcher._core.unblocked()
             cursor.scan.begin_period(1.0)
             whole.dispatcher.sweep_moved()
-            assert (whole.wakeups.told[-1], cursor.scan.has_period) == (told, is_swept)
+            assert (whole.wakeups.sent[-1], cursor.scan.has_period) == (note, is_swept)

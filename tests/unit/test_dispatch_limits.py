@@ -32,15 +32,17 @@ def shares(total: int, **numbers: int) -> list[int]:
         (40, {"h": 1}, [40]),
         (10, {"h": 4}, [3, 3, 2, 2]),
         (4, {"h": 4}, [1, 1, 1, 1]),
-        (2, {"h": 4}, [1, 1, 1, 1]),  # a partition without a run would never be worked off
+        (2, {"h": 4}, [1, 1, 1, 1]),  # a partition without a run would never be processed
         (5, {"h": 2, "old": 2}, [2, 1, 1, 1]),  # the slots of an alias share the runs
     ],
 )
-def test_the_slots_of_a_handler_divide_its_runs(total: int, numbers: dict[str, int], expected: list[int]) -> None:
+def test_the_runs_of_a_handler_are_divided_among_its_slots(
+    total: int, numbers: dict[str, int], expected: list[int]
+) -> None:
     assert shares(total, **numbers) == expected
 
 
-def test_a_partition_that_is_not_known_has_no_run() -> None:
+def test_an_unknown_partition_has_no_runs() -> None:
     assert share_of(Slot("h", 4), {"h": 4}, 40) == share_of(Slot("other"), {"h": 4}, 40) == 0
 
 
@@ -48,7 +50,7 @@ def limits(wholes: Iterable[Whole]) -> list[int]:
     return [whole.queue.limit for whole in wholes]
 
 
-async def test_a_process_has_as_many_runs_as_its_slots_have() -> None:
+async def test_a_process_has_as_many_runs_as_its_slots() -> None:
     async with Whole(FIRST, total_concurrency=10) as whole:
         assert whole.queue.limit == 10
         whole.partitions(4)
@@ -64,7 +66,7 @@ async def test_a_process_has_as_many_runs_as_its_slots_have() -> None:
         assert whole.queue.limit == 7
 
 
-async def test_a_process_keeps_to_its_own_limit() -> None:
+async def test_a_process_respects_its_own_limit() -> None:
     async with Whole(FIRST, settings=Settings(concurrency=5), total_concurrency=10) as whole:
         assert whole.queue.limit == 5
     async with Whole(FIRST, total_concurrency=10, batch=Batch(size=2)) as whole:
@@ -74,22 +76,22 @@ async def test_a_process_keeps_to_its_own_limit() -> None:
         assert whole.queue.limit == 3, "without a limit for the cluster, partitions change no limit"
 
 
-async def test_no_more_runs_go_on_than_the_slots_have() -> None:
+async def test_the_slots_limit_the_number_of_concurrent_runs() -> None:
     gate = Gate()
     async with Whole(FIRST, SECOND, call=gate, total_concurrency=8) as whole:
         whole.partitions(4)
         whole.table.due = [row_of(number, partition=number % 2) for number in range(1, 21)]
         await whole.dispatcher.find_once()
-        await gate.has_begun(4)
+        await gate.has_started(4)
         await asyncio.sleep(0.01)
         assert len(whole.queue.running) == 4
         whole.take(THIRD)
-        await gate.has_begun(6)
+        await gate.has_started(6)
         gate.is_open.set()
         await whole.dispatcher.finish()
 
 
-async def test_a_halted_slot_is_held_until_the_runs_fit_into_the_other_slots() -> None:
+async def test_a_halted_slot_is_held_until_its_runs_fit_elsewhere() -> None:
     gate = Gate()
     async with Whole(call=gate, total_concurrency=4) as whole:
         whole.partitions(2)
@@ -97,18 +99,18 @@ async def test_a_halted_slot_is_held_until_the_runs_fit_into_the_other_slots() -
         whole.take(SECOND)
         whole.table.due = [row_of(number) for number in range(1, 5)]
         await whole.dispatcher.find_once()
-        await gate.has_begun(4)
+        await gate.has_started(4)
 
         whole.dispatcher.halt(SECOND)
-        assert (whole.dispatcher.in_flight(SECOND), await whole.was_told()) == (2, False)
+        assert (whole.dispatcher.in_flight(SECOND), await whole.was_notified()) == (2, False)
         gate.is_open.set()
         async with asyncio.timeout(5):
             await whole.signals.locks.wait(5)
         assert (len(whole.queue.running) <= 2, whole.dispatcher.in_flight(SECOND)) == (True, 0)
 
 
-async def test_several_halted_slots_are_given_back_as_far_as_the_runs_allow() -> None:
-    """All idle slots may be given back in one round, so the runs must fit into what is left of all."""
+async def test_halted_slots_are_released_as_far_as_the_runs_allow() -> None:
+    """All idle slots may be released in one round, so the runs must fit into the remaining slots."""
     gate = Gate()
     async with Whole(call=gate, total_concurrency=6) as whole:
         whole.partitions(3)
@@ -116,7 +118,7 @@ async def test_several_halted_slots_are_given_back_as_far_as_the_runs_allow() ->
             whole.take(slot)
         whole.table.due = [row_of(number) for number in range(1, 4)]
         await whole.dispatcher.find_once()
-        await gate.has_begun(3)
+        await gate.has_started(3)
         for slot in (FIRST, SECOND, THIRD):
             whole.dispatcher.halt(slot)
         found = [whole.dispatcher.in_flight(slot) for slot in (FIRST, SECOND, THIRD)]
@@ -127,16 +129,16 @@ async def test_several_halted_slots_are_given_back_as_far_as_the_runs_allow() ->
 # --- when the number of partitions changes -----------------------------------------------------
 
 
-async def test_new_partitions_start_nothing_while_another_process_may_go_by_the_old_number() -> None:
+async def test_new_partitions_wait_while_another_process_may_use_the_old_count() -> None:
     async with Whole(SECOND, settings=QUICK, total_concurrency=8) as new, Whole(FIRST, total_concurrency=8) as old:
         new.partitions(2, changed=NOON - timedelta(seconds=0.9))
-        assert limits((new, old)) == [0, 8], "the other process does not know the new number yet"
+        assert limits((new, old)) == [0, 8], "the other process has not read the new count yet"
         old.partitions(2, changed=NOON)
         assert limits((new, old)) == [0, 4]
         await eventually(lambda: limits((new, old)) == [4, 4])
 
 
-async def test_rows_of_a_new_partition_run_when_the_time_is_over() -> None:
+async def test_rows_of_a_new_partition_run_after_the_waiting_time() -> None:
     gate = Gate()
     gate.is_open.set()
     async with Whole(SECOND, settings=QUICK, call=gate, total_concurrency=8) as whole:
@@ -144,28 +146,28 @@ async def test_rows_of_a_new_partition_run_when_the_time_is_over() -> None:
         whole.table.due = [row_of(1, partition=1)]
         await whole.dispatcher.find_once()
         await asyncio.sleep(0.05)
-        assert gate.begun == []
-        await gate.has_begun(1)
+        assert gate.started == []
+        await gate.has_started(1)
 
 
-async def test_partitions_that_are_not_new_have_their_runs_at_once() -> None:
+async def test_existing_partitions_have_their_runs_at_once() -> None:
     async with Whole(SECOND, total_concurrency=8) as whole:
         whole.partitions(2, changed=LONG_AGO)
         assert whole.queue.limit == 4
 
 
-async def test_fewer_partitions_have_larger_shares_only_when_every_process_knows() -> None:
+async def test_shares_grow_with_fewer_partitions_once_every_process_knows() -> None:
     async with Whole(settings=QUICK, total_concurrency=8) as whole:
         whole.partitions(1, active=4)
         whole.take(FIRST)
         assert whole.queue.limit == 2
         whole.partitions(1)
-        assert whole.queue.limit == 2, "the holder of another slot may not know yet that no row is left in it"
+        assert whole.queue.limit == 2, "the holder of another slot may not have noticed yet that the slot is empty"
         await eventually(lambda: whole.queue.limit == 8)
 
 
-async def test_a_slot_that_is_not_halted_yet_is_not_idle_while_the_handler_runs() -> None:
-    """The lock manager asks before it halts, and would give several slots back at once."""
+async def test_a_slot_not_yet_halted_stays_busy_during_a_run() -> None:
+    """The lock manager checks before it halts a slot, and could release several slots at once."""
     gate = Gate()
     async with Whole(call=gate, total_concurrency=6) as whole:
         whole.partitions(3)
@@ -174,8 +176,8 @@ async def test_a_slot_that_is_not_halted_yet_is_not_idle_while_the_handler_runs(
         assert [whole.dispatcher.in_flight(slot) for slot in (SECOND, THIRD)] == [0, 0]
         whole.table.due = [row_of(number) for number in range(1, 4)]
         await whole.dispatcher.find_once()
-        await gate.has_begun(3)
+        await gate.has_started(3)
         assert [whole.dispatcher.in_flight(slot) for slot in (FIRST, SECOND, THIRD)] == [3, 1, 1]
         whole.dispatcher.halt(THIRD)
-        assert (whole.dispatcher.in_flight(THIRD), await whole.was_told()) == (0, True)
+        assert (whole.dispatcher.in_flight(THIRD), await whole.was_notified()) == (0, True)
         gate.is_open.set()

@@ -11,7 +11,7 @@ import pytest
 
 from outboxio import Batch, Settings
 from outboxio.model.lock_name import Slot
-from outboxio.model.notification import BEGINNING
+from outboxio.model.notification import FIRST_POSITION
 from outboxio.model.outcome import Lease
 from outboxio.runs.ports import WorkNote
 from tests.kit.app import eventually
@@ -26,11 +26,11 @@ class Moves:
 
     def __init__(self) -> None:
         self.calls: list[tuple[int, int, list[int], int]] = []
-        self.meanwhile: Callable[[], None] = lambda: None
+        self.during: Callable[[], None] = lambda: None
 
     async def transfer(self, namespace: str, lease: Lease, ids: Collection[UUID], target: int) -> int:
         self.calls.append((lease.partition, lease.term, [one.int for one in ids], target))
-        self.meanwhile()
+        self.during()
         return len(ids)
 
 
@@ -46,11 +46,11 @@ class Owner(Whole):
         """The first of ``number`` rows runs, and the others are ready."""
         self.table.due = [row_of(one) for one in range(1, number + 1)]
         await self.dispatcher.find_once()
-        await gate.has_begun(1)
+        await gate.has_started(1)
         self.table.due = []
 
     def request(self, free: int = 1, sender: str = "idle", partition: int = 2) -> None:
-        self.dispatcher.transfers.heard(sender, WorkNote("h", to="me", free=free, partition=partition))
+        self.dispatcher.transfers.receive(sender, WorkNote("h", to="me", free=free, partition=partition))
 
 
 async def finish(owner: Owner, gate: Gate) -> None:
@@ -58,7 +58,7 @@ async def finish(owner: Owner, gate: Gate) -> None:
     await owner.dispatcher.finish()
 
 
-async def test_rows_that_will_wait_are_offered_and_the_oldest_moves_to_the_process_that_asks() -> None:
+async def test_waiting_rows_are_offered_and_the_oldest_moves_first() -> None:
     gate = Gate()
     async with Owner(FIRST, call=gate) as owner:
         await owner.has_ready(gate)
@@ -69,10 +69,10 @@ async def test_rows_that_will_wait_are_offered_and_the_oldest_moves_to_the_proce
         assert owner.moves.calls == [(0, 1, [2], 2)]
         assert owner.wakeups.notes[1:] == [WorkNote("h", to="idle", rows=1)]
         await finish(owner, gate)
-        assert gate.begun == [1, 3], "the row that moved is not run here"
+        assert gate.started == [1, 3], "the row that moved is not run here"
 
 
-async def test_at_most_half_of_the_ready_rows_move_at_once_but_the_last_one_does() -> None:
+async def test_at_most_half_of_the_ready_rows_move_at_once() -> None:
     gate = Gate()
     async with Owner(FIRST, call=gate) as owner:
         await owner.has_ready(gate, 8)
@@ -90,14 +90,14 @@ async def test_rows_move_under_the_term_of_their_own_slot() -> None:
         owner.take(SECOND, term=7)
         owner.table.due = [row_of(1), *[row_of(one, partition=1) for one in (2, 3, 4)]]
         await owner.dispatcher.find_once()
-        await gate.has_begun(1)
+        await gate.has_started(1)
         owner.request()
         await owner.dispatcher.find_once()
         assert owner.moves.calls == [(1, 7, [2], 2)]
         await finish(owner, gate)
 
 
-async def test_rows_are_not_found_and_moved_at_the_same_time_and_a_halted_slot_waits_for_the_move() -> None:
+async def test_a_halted_slot_waits_until_rows_have_moved() -> None:
     gate, seen = Gate(), list[Any]()
     async with Owner(FIRST, call=gate) as owner:
         await owner.has_ready(gate)
@@ -106,7 +106,7 @@ async def test_rows_are_not_found_and_moved_at_the_same_time_and_a_halted_slot_w
             owner.dispatcher.halt(FIRST)
             seen.extend((owner.dispatcher._state.finding.locked(), owner.dispatcher.in_flight(FIRST)))
 
-        owner.moves.meanwhile = look
+        owner.moves.during = look
         owner.request()
         await owner.dispatcher.find_once()
         assert seen == [True, 2], "the run, and the row that moves"
@@ -122,16 +122,16 @@ async def test_rows_that_could_not_be_moved_are_found_again() -> None:
         def fail() -> None:
             raise Gone
 
-        owner.moves.meanwhile = fail
+        owner.moves.during = fail
         owner.request()
         with pytest.raises(Gone):
             await owner.dispatcher.find_once()
         owner.table.due = [row_of(2)]
         await owner.dispatcher.find_once()
-        assert owner.table.asked[-1][0].after == BEGINNING
+        assert owner.table.queries[-1][0].after == FIRST_POSITION
         owner.table.due = []
         await finish(owner, gate)
-        assert sorted(gate.begun) == [1, 2, 3]
+        assert sorted(gate.started) == [1, 2, 3]
 
 
 async def test_a_process_that_keeps_up_or_owns_all_partitions_offers_nothing() -> None:
@@ -164,16 +164,16 @@ async def test_short_runs_are_not_worth_an_offer() -> None:
 @pytest.mark.parametrize(
     "options", [{"ordered": True}, {"batch": Batch(size=2)}, {"settings": Settings(notify=False)}], ids=str
 )
-async def test_no_row_moves_of_a_handler_with_order_or_batches_or_without_wake_ups(options: Any) -> None:
+async def test_handlers_with_order_batches_or_no_wake_ups_move_no_rows(options: Any) -> None:
     gate = Gate()
     async with Owner(FIRST, call=gate, **options) as owner:
         assert owner.dispatcher.transfers._queues == {}
         owner.dispatcher.transfers.offer()
         owner.request()
-        assert not owner.dispatcher.transfers.is_wanted
+        assert not owner.dispatcher.transfers.has_requests
 
 
-async def test_a_process_that_must_not_start_runs_answers_without_rows() -> None:
+async def test_a_process_that_must_not_start_runs_takes_no_rows() -> None:
     gate = Gate()
     async with Owner(FIRST, call=gate) as owner:
         await owner.has_ready(gate)
@@ -186,17 +186,17 @@ async def test_a_process_that_must_not_start_runs_answers_without_rows() -> None
 
 
 @pytest.mark.virtual_time
-async def test_a_process_with_free_runs_asks_the_process_with_the_most_rows_and_sweeps_when_rows_come() -> None:
+async def test_an_idle_process_requests_rows_from_the_busiest_process() -> None:
     async with Owner(FIRST, SECOND) as owner:
         await owner.dispatcher.find_once()
-        heard = owner.dispatcher.transfers.heard
-        heard("few", WorkNote("h", rows=3))
-        heard("many", WorkNote("h", rows=5))
+        receive = owner.dispatcher.transfers.receive
+        receive("few", WorkNote("h", rows=3))
+        receive("many", WorkNote("h", rows=5))
         await eventually(lambda: owner.wakeups.notes)
         assert owner.wakeups.notes == [WorkNote("h", to="many", free=1, partition=0)]
-        heard("many", WorkNote("h", to="me"))
+        receive("many", WorkNote("h", to="me"))
         await owner.dispatcher.find_once()
-        assert {query.after for query in owner.table.asked[-1]} == {BEGINNING}
+        assert {query.after for query in owner.table.queries[-1]} == {FIRST_POSITION}
         await eventually(lambda: len(owner.wakeups.notes) > 1)
         assert owner.wakeups.notes[1].to == "few"
         await eventually(lambda: not owner.dispatcher.transfers._offers)  # out of date
@@ -204,7 +204,7 @@ async def test_a_process_with_free_runs_asks_the_process_with_the_most_rows_and_
 
 
 @pytest.mark.virtual_time
-async def test_a_busy_or_paused_process_asks_for_nothing_nor_for_a_partition_that_gets_no_new_rows() -> None:
+async def test_a_busy_or_paused_process_requests_nothing() -> None:
     gate = Gate()
     async with Owner(FIRST, call=gate) as busy, Owner(FIRST) as behind, Owner(SECOND) as beyond:
         await busy.has_ready(gate, 1)
@@ -212,19 +212,19 @@ async def test_a_busy_or_paused_process_asks_for_nothing_nor_for_a_partition_tha
         cursor.has_backlog = True
         beyond.partitions(1, active=4, changed=beyond.now - timedelta(days=1))
         for owner in (busy, behind, beyond):
-            owner.dispatcher.transfers.heard("other", WorkNote("h", rows=5))
+            owner.dispatcher.transfers.receive("other", WorkNote("h", rows=5))
             await eventually(lambda owner=owner: not owner.dispatcher.transfers._offers)  # type: ignore[misc]  # a lambda's default
             assert owner.wakeups.notes == []
         await finish(busy, gate)
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_every_row_is_run_once_while_rows_and_partitions_move_and_statements_fail(seed: int) -> None:
+def test_every_row_runs_once_while_rows_move_and_statements_fail(seed: int) -> None:
     cluster, _ = run_seed(seed, rows=40, longest=4.0)
     assert cluster.problems() == []
 
 
-def test_few_long_runs_end_sooner_than_with_fixed_partitions() -> None:
+def test_a_few_long_runs_finish_sooner_than_with_fixed_partitions() -> None:
     with_transfers, cluster = 0.0, None
     for seed in range(3):
         cluster, ratio = run_seed(seed, rows=30, faults=False, longest=8.0)

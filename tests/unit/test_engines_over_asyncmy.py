@@ -1,4 +1,4 @@
-"""Engines over asyncmy: the options of the engine as arguments of aiomysql, with which the loops connect."""
+"""Engines over asyncmy: the options of the engine become arguments of aiomysql, which the loops use."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_the_loops_connect_as_the_engine_does(url: str, options: dict[str, Any],
         (f"{URL}?ssl_ca={AUTHORITY}&ssl_check_hostname=false", {}, True, False),
     ],
 )
-def test_tls_of_the_loops_is_that_of_the_engine(
+def test_the_loops_use_the_tls_of_the_engine(
     url: str, options: dict[str, Any], checks: bool, checks_host: bool
 ) -> None:
     context = arguments_of(create_async_engine(url, connect_args=options))["ssl"]
@@ -80,7 +80,7 @@ async def connect() -> Any:
         ),
     ],
 )
-def test_an_option_that_loops_cannot_have_is_named_with_the_fix(options: dict[str, Any], named: str) -> None:
+def test_an_option_not_supported_by_the_loops_is_named(options: dict[str, Any], named: str) -> None:
     engine = create_async_engine(URL, **options)
     with pytest.raises(
         ConfigurationError, match=rf"'default' .* asyncmy with {named}\b.*Shard\(engine, direct_url='mysql:"
@@ -89,7 +89,7 @@ def test_an_option_that_loops_cannot_have_is_named_with_the_fix(options: dict[st
     Outbox(Shard(engine, direct_url="mysql://me@db/app"), namespace="app")
 
 
-async def test_a_listener_gives_the_loops_a_password_that_expires() -> None:
+async def test_a_listener_supplies_the_loops_with_an_expiring_password() -> None:
     engine = create_async_engine(URL)
     passwords = iter(["first", "second"])
 
@@ -103,7 +103,7 @@ async def test_a_listener_gives_the_loops_a_password_that_expires() -> None:
         assert options["password"] == password
 
 
-async def test_a_listener_that_connects_is_refused() -> None:
+async def test_a_listener_that_connects_itself_is_refused() -> None:
     engine = create_async_engine(URL)
     event.listen(engine.sync_engine, "do_connect", lambda *_: object())
     database: Any = Outbox(engine, namespace="app").executor.shard(None).database
@@ -111,7 +111,7 @@ async def test_a_listener_that_connects_is_refused() -> None:
         await greenlet_spawn(database._engine.connect_options, listens=True)
 
 
-def test_aiomysql_is_named_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_aiomysql_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("database", "driver"):
         monkeypatch.delitem(sys.modules, f"outboxio.storage.mysql.{name}", raising=False)
         monkeypatch.delattr(f"outboxio.storage.mysql.{name}", raising=False)

@@ -84,7 +84,7 @@ def envelope(
     return EventEnvelope(Opened(), notification(**row), context)
 
 
-def test_it_says_everything_about_event_delivery_and_action() -> None:
+def test_an_envelope_describes_event_delivery_and_action() -> None:
     it = envelope(resources="resources")
 
     assert (it.event, it.event_id, it.event_type) == (Opened(), UUID(int=2), "Opened")
@@ -104,7 +104,7 @@ def test_no_headers_are_an_empty_mapping() -> None:
     assert envelope(headers=None).headers == {}
 
 
-def test_stopping_is_the_outboxs_own_flag() -> None:
+def test_stopping_is_the_flag_of_the_outbox() -> None:
     stopping = asyncio.Event()
     it = envelope(stopping=stopping)
     before = it.stopping.is_set()
@@ -113,7 +113,7 @@ def test_stopping_is_the_outboxs_own_flag() -> None:
     assert (before, it.stopping.is_set()) == (False, True)
 
 
-def test_what_it_emits_is_kept_as_records_in_order() -> None:
+def test_emitted_events_are_kept_as_records_in_order() -> None:
     it = envelope()
     assert it.emitted == []
     later = datetime(2030, 1, 1, 14, tzinfo=timezone(timedelta(hours=1)))
@@ -129,7 +129,7 @@ def test_what_it_emits_is_kept_as_records_in_order() -> None:
     assert first.id < second.id
 
 
-def test_what_cannot_be_stored_is_refused_where_it_is_emitted() -> None:
+def test_an_event_that_cannot_be_stored_is_refused_by_emit() -> None:
     it = envelope()
     for refused in (lambda: it.emit("no event"), lambda: it.emit(Opened(), model_id="a\0b")):  # type: ignore[arg-type]
         with pytest.raises(InvalidEvent):
@@ -143,11 +143,11 @@ def test_the_longest_chain_has_max_hops_events_after_the_first() -> None:
         envelope(max_hops=3, hops=3).emit(Opened())
 
 
-def test_its_cause_is_its_event() -> None:
+def test_the_cause_is_the_handled_event() -> None:
     assert envelope().cause == Cause(UUID(int=2), "first", "request-7", 3)
 
 
-async def test_execute_runs_on_the_events_shard_unless_told_otherwise() -> None:
+async def test_execute_runs_on_the_shard_of_the_event_by_default() -> None:
     executed = Executed()
     it: Any = envelope(execute=executed)
 
@@ -157,7 +157,7 @@ async def test_execute_runs_on_the_events_shard_unless_told_otherwise() -> None:
     assert executed.calls == [("action", "two"), ("action", "one")]
 
 
-def test_it_shows_what_it_is() -> None:
+def test_the_repr_of_an_envelope_shows_its_fields() -> None:
     assert repr(envelope()) == f"<EventEnvelope Opened {UUID(int=2)} for 'first', attempt 3>"
 
 
@@ -171,13 +171,13 @@ def test_an_idempotency_key_never_changes() -> None:
     assert received().idempotency_key("charge") == UUID("17e93ce7-9e75-58ed-9b86-e46d3c496e5b")
 
 
-def test_an_idempotency_key_is_the_same_in_each_attempt() -> None:
+def test_an_idempotency_key_is_the_same_for_each_attempt() -> None:
     again = envelope(id=UUID(int=99), attempts=8, next_retry_us=0, sequence=9, partition_number=4)
 
     assert again.idempotency_key("charge") == envelope().idempotency_key("charge")
 
 
-def test_a_message_that_is_delivered_again_keeps_its_idempotency_key() -> None:
+def test_a_redelivered_message_keeps_its_idempotency_key() -> None:
     assert received(event_id=UUID(int=99)).idempotency_key("charge") == received().idempotency_key("charge")
 
 
@@ -201,5 +201,5 @@ def test_idempotency_keys_differ_by_name_handler_and_event() -> None:
 
 @pytest.mark.parametrize("name", ["", " ", None, 5, b"charge"])
 def test_an_idempotency_key_without_a_name_is_refused(name: Any) -> None:
-    with pytest.raises(ConfigurationError, match="give a name of the effect, such as 'charge'"):
+    with pytest.raises(ConfigurationError, match="pass a name for the effect, such as 'charge'"):
         envelope().idempotency_key(name)

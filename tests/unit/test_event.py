@@ -48,7 +48,7 @@ def test_an_event_is_a_frozen_struct() -> None:
     assert msgspec.json.decode(msgspec.json.encode(event), type=Opened) == event
 
 
-def test_the_stored_name_is_the_class_name_or_what_the_class_says() -> None:
+def test_the_stored_name_is_the_class_name_or_the_declared_name() -> None:
     assert type_name(Opened) == "Opened"
     assert type_names(Opened) == {"Opened"}
     assert type_name(Renamed) == "Old"
@@ -60,7 +60,7 @@ def test_a_subclass_inherits_neither_name_nor_aliases() -> None:
     assert type_names(Grandchild) == {"Grandchild", "Kid"}
 
 
-def test_actions_are_named_in_the_same_way() -> None:
+def test_actions_are_named_the_same_way() -> None:
     class Open(Action, type_name="OpenWallet"):
         pass
 
@@ -70,7 +70,7 @@ def test_actions_are_named_in_the_same_way() -> None:
     assert (Open.__type_name__, Close.__type_name__) == ("OpenWallet", "Close")
 
 
-def test_struct_options_go_on_working() -> None:
+def test_struct_options_still_work() -> None:
     class Compact(Event, kw_only=True, omit_defaults=True, rename="camel"):
         wallet_id: int
         note: str = ""
@@ -86,14 +86,14 @@ def test_subclasses_are_found_at_every_depth() -> None:
 # --- the classes of one outbox --------------------------------------------------------------------------
 
 
-def test_a_class_is_found_under_each_of_its_names() -> None:
+def test_a_class_is_found_by_each_of_its_names() -> None:
     types = EventTypes()
     assert types.register(Renamed) == types.register(Renamed) == "Old"
     assert [types.find(name) for name in ("Old", "Older", "Oldest")] == [Renamed] * 3
     assert types.find("Renamed") is types.find("Opened") is None
 
 
-def test_two_classes_of_one_name_are_refused_and_the_second_is_not_taken_in_half() -> None:
+def test_a_second_class_with_the_same_name_is_refused_completely() -> None:
     class Other(Event, type_name="Another", aliases={"Oldest"}):
         pass
 
@@ -111,7 +111,7 @@ def test_two_classes_of_one_name_are_refused_and_the_second_is_not_taken_in_half
 # --- names ------------------------------------------------------------------------------------------------
 
 
-def test_what_fits_a_column_is_returned_as_it_is() -> None:
+def test_a_value_that_fits_its_column_is_returned_unchanged() -> None:
     for text in ("a", " a ", "x" * NAME_LENGTH, "😀" * NAME_LENGTH, "é\n"):
         assert checked_name(text, "name") is text
         assert checked_text(text, "name") is text
@@ -123,13 +123,13 @@ def test_what_fits_a_column_is_returned_as_it_is() -> None:
     [
         ("x" * 256, "'" + "x" * 40 + "'... has 256 characters; the column holds 255"),
         ("a\0b", r"'a\x00b' contains NUL (U+0000), which text columns cannot store"),
-        ("\ud800", r"'\ud800' contains a lone surrogate, which is no Unicode text"),
-        (None, "None is no string"),
-        (b"a", "b'a' is no string"),
-        (UUID(int=1), "UUID('00000000-0000-0000-0000-000000000001') is no string"),
+        ("\ud800", r"'\ud800' contains a lone surrogate, which is not valid Unicode"),
+        (None, "None is not a string"),
+        (b"a", "b'a' is not a string"),
+        (UUID(int=1), "UUID('00000000-0000-0000-0000-000000000001') is not a string"),
     ],
 )
-def test_what_does_not_fit_a_column_is_refused_with_its_subject(value: object, reason: str) -> None:
+def test_a_value_too_long_for_its_column_is_refused_by_name(value: object, reason: str) -> None:
     for check in (checked_name, checked_text):
         with pytest.raises(InvalidEvent) as error:
             check(value, "topic of event X")
@@ -138,7 +138,7 @@ def test_what_does_not_fit_a_column_is_refused_with_its_subject(value: object, r
 
 
 @pytest.mark.parametrize("value", ["", " ", "\n\t"])
-def test_a_name_is_not_blank(value: str) -> None:
+def test_a_name_must_not_be_blank(value: str) -> None:
     with pytest.raises(InvalidEvent, match="is blank"):
         checked_name(value, "name")
 
@@ -152,12 +152,12 @@ def test_a_sentinel_has_only_an_id() -> None:
     assert {name for name, value in values.items() if value is not None} == {"id"}
 
 
-def test_completing_an_action_changes_its_completion_date_alone() -> None:
-    begun, ended = datetime(2030, 1, 1), datetime(2030, 1, 2)
+def test_completing_an_action_changes_only_its_completion_date() -> None:
+    started, ended = datetime(2030, 1, 1), datetime(2030, 1, 2)
     record = ActionRecord(
-        namespace="app", action_id=UUID(int=1), action_name="A", action_params="{}", started_date=begun,
-        completion_date=begun, correlation_id="c", hops=3,
+        namespace="app", action_id=UUID(int=1), action_name="A", action_params="{}", started_date=started,
+        completion_date=started, correlation_id="c", hops=3,
     )  # fmt: skip
     completed = record.completed(ended)
     assert msgspec.structs.asdict(completed) == msgspec.structs.asdict(record) | {"completion_date": ended}
-    assert record.completion_date == begun
+    assert record.completion_date == started

@@ -1,4 +1,4 @@
-"""Changes of event classes against a lock file: those that rows and readers survive, and those that they do not."""
+"""Changes of event classes against a lock file: compatible and breaking ones."""
 
 # ruff: noqa: RUF012  # defaults of structs are copied
 from __future__ import annotations
@@ -119,12 +119,12 @@ BREAKING = [
     (WithMail, "email", "was renamed to 'mail'", "msgspec.field(name='email')"),
     (WithShop, "shop", "was added and is required", "give the field a default"),
     (RequiredColour, "colour", "was made required", "give the field a default"),
-    (TextOrder, "order", "accepted integer, and accepts only string now", "keep accepting the former values"),
+    (TextOrder, "order", "accepted integer, but now accepts only string", "keep accepting the old values"),
     (NoBlue, "colour", "no longer accepts 'blue'", "keep 'blue'"),
-    (AtLeastTwo, "quantity", "minimum is 2 (was 1)", "keep accepting the former values"),
-    (ShortNote, "note", "maxLength is 50 (was 100)", "keep accepting the former values"),
-    (NeverNullNote, "note", "does not accept null any more", "keep accepting null"),
-    (PricedLines, "lines[].price", "does not accept null any more", "keep accepting null"),
+    (AtLeastTwo, "quantity", "minimum is 2 (was 1)", "keep accepting the old values"),
+    (ShortNote, "note", "maxLength is 50 (was 100)", "keep accepting the old values"),
+    (NeverNullNote, "note", "no longer accepts null", "keep accepting null"),
+    (PricedLines, "lines[].price", "no longer accepts null", "keep accepting null"),
     (Renamed, None, "was renamed to Renamed without an alias", "give Renamed aliases={'Placed'}"),
     (SecondWithoutUpcaster, None, "rows of version 1 have no upcaster from version 1", "@outboxio.upcaster(Placed"),
 ]
@@ -132,12 +132,12 @@ BREAKING = [
 
 @pytest.mark.parametrize(("after", "field", "change", "fix"), BREAKING, ids=lambda one: getattr(one, "__name__", ""))
 def test_a_breaking_change_names_event_field_and_fix(after: Any, field: str | None, change: str, fix: str) -> None:
-    told = [one for one in changes(Placed, after) if one.field == field]
+    found = [one for one in changes(Placed, after) if one.field == field]
 
-    assert [one.event for one in told] == ["Placed"]
-    assert change in told[0].change
-    assert fix in told[0].fix
-    assert str(told[0]).startswith("Placed, field " if field else "Placed ")
+    assert [one.event for one in found] == ["Placed"]
+    assert change in found[0].change
+    assert fix in found[0].fix
+    assert str(found[0]).startswith("Placed, field " if field else "Placed ")
 
 
 def test_each_breaking_change_is_reported_once() -> None:
@@ -146,26 +146,26 @@ def test_each_breaking_change_is_reported_once() -> None:
     }
 
 
-def test_a_version_that_is_lowered_breaks_newer_rows() -> None:
-    [told] = changes(SecondWithoutUpcaster, Placed)
+def test_a_lowered_version_breaks_newer_rows() -> None:
+    [found] = changes(SecondWithoutUpcaster, Placed)
 
-    assert told.change == "went from version 2 back to 1"
-    assert "set version=2 again" in told.fix
+    assert found.change == "went from version 2 back to 1"
+    assert "set version=2 again" in found.fix
 
 
-def test_an_alias_that_is_taken_away_breaks_older_rows() -> None:
-    [told] = changes(Aliased, Placed)
+def test_a_removed_alias_breaks_older_rows() -> None:
+    [found] = changes(Aliased, Placed)
 
-    assert (told.change, told.fix) == (
+    assert (found.change, found.fix) == (
         "no longer reads rows of its alias 'Ordered'", "add 'Ordered' to the aliases of Placed",
     )  # fmt: skip
 
 
-def test_a_class_that_is_gone_has_to_stay_registered() -> None:
-    [told] = changes(Placed)
+def test_a_removed_class_must_stay_registered() -> None:
+    [found] = changes(Placed)
 
-    assert told.change == "was removed"
-    assert "outbox.register" in told.fix
+    assert found.change == "was removed"
+    assert "outbox.register" in found.fix
 
 
 # --- ten harmless changes -------------------------------------------------------------------------
@@ -260,10 +260,10 @@ class Other(Event):
     number: int
 
 
-def test_a_field_without_its_default_breaks_rows_of_a_dataclass() -> None:
-    [told] = changes(Placed, Reordered)
+def test_a_field_that_lost_its_default_breaks_dataclass_rows() -> None:
+    [found] = changes(Placed, Reordered)
 
-    assert (told.field, told.change) == ("lines", "was made required")
+    assert (found.field, found.change) == ("lines", "was made required")
 
 
 # --- Pydantic -------------------------------------------------------------------------------------
@@ -298,9 +298,9 @@ class PaidAlias(BaseModel):
     by: Literal["card", "cash"] = "card"
 
 
-def test_a_model_of_pydantic_is_compared_alike() -> None:
+def test_a_pydantic_model_is_compared_the_same_way() -> None:
     assert [(one.field, one.change) for one in changes(Paid, PaidByCard)] == [("by", "no longer accepts 'cash'")]
-    assert [one.change for one in changes(Paid, PaidClosed)] == ["does not accept unknown fields any more"]
+    assert [one.change for one in changes(Paid, PaidClosed)] == ["no longer accepts unknown fields"]
     assert changes(Paid, PaidAlias) == []
     assert changes(Paid, Paid) == []
 
@@ -321,13 +321,13 @@ def in_kilograms(stored: dict[str, Any]) -> dict[str, Any]:
     return {"kilograms": stored["grammes"] / 1000}
 
 
-def test_examples_of_older_versions_go_through_the_upcasters() -> None:
-    [told] = changes(Weighed, WeighedSecond)
+def test_examples_of_older_versions_pass_through_the_upcasters() -> None:
+    [found] = changes(Weighed, WeighedSecond)
 
-    assert told.event == "Weighed"
-    assert "an example of version 1 is not read" in told.change
-    assert "raised KeyError: 'grammes'" in told.change
-    assert "@outboxio.upcaster(Weighed, from_version=1)" in told.fix
+    assert found.event == "Weighed"
+    assert "an example of version 1 can no longer be read" in found.change
+    assert "raised KeyError: 'grammes'" in found.change
+    assert "@outboxio.upcaster(Weighed, from_version=1)" in found.fix
 
 
 class Checked(Event):
@@ -342,10 +342,10 @@ class CheckedInCode(Event, type_name="Checked"):
             raise ValueError("the number is too small")
 
 
-def test_a_rule_in_code_is_found_by_the_examples() -> None:
-    [told] = changes(Checked, CheckedInCode)
+def test_a_changed_validation_rule_is_found_by_the_examples() -> None:
+    [found] = changes(Checked, CheckedInCode)
 
-    assert "the number is too small" in told.change
+    assert "the number is too small" in found.change
 
 
 class Hooked(Event):
@@ -361,7 +361,7 @@ class Patterned(Event):
     number: Annotated[str, Meta(pattern="^[A-Z]{3}-[0-9]+$")]
 
 
-def test_a_class_gives_its_own_examples() -> None:
+def test_a_class_supplies_its_own_examples() -> None:
     assert types_of(Hooked)[0][0].examples == ({"number": "ABC-1"}, {"number": "XYZ-2"})
     assert types_of(Patterned)[0][0].examples == ()
 
@@ -372,7 +372,7 @@ class Tree(Event):
     parent: Tree | None = None
 
 
-def test_a_type_that_contains_itself_has_an_example_and_is_compared() -> None:
+def test_a_recursive_type_has_an_example_and_is_compared() -> None:
     [one], _ = types_of(Tree)
 
     assert [sorted(example) for example in one.examples] == [["children", "name", "parent"]]
@@ -414,7 +414,7 @@ def _swapped(cls: Any, lock: Lock) -> tuple[Any, Lock, Any]:
         '{"format": 1, "events": {"Placed": {"version": 2, "aliases": [], "versions": {"1": {}}}}}',
     ],
 )
-def test_a_lock_file_that_cannot_be_read_is_refused(tmp_path: Path, text: str) -> None:
+def test_an_unreadable_lock_file_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "wrong.json").write_text(text)
 
     with pytest.raises(ConfigurationError, match="is not a lock file"):

@@ -113,7 +113,7 @@ VALUES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("cls", CLASSES)
-async def test_an_event_of_any_class_comes_to_its_handler_as_it_was_emitted(cls: Any) -> None:
+async def test_an_event_of_any_class_reaches_its_handler_as_emitted(cls: Any) -> None:
     seen: list[Any] = []
     async with memory_outbox() as outbox:
 
@@ -137,7 +137,7 @@ async def test_an_event_of_any_class_comes_to_its_handler_as_it_was_emitted(cls:
             await expect_event(outbox, cls, amonut=1)
 
 
-async def test_handlers_of_classes_emit_receive_and_execute() -> None:
+async def test_handlers_of_any_class_emit_receive_and_execute() -> None:
     seen: list[str] = []
 
     @outboxio.action("pay-by-model", retry=Retry(on=KeyError, attempts=2))
@@ -175,7 +175,7 @@ async def test_handlers_of_classes_emit_receive_and_execute() -> None:
         assert consumed.succeeded == ("on-model",)
 
 
-async def test_a_row_under_an_alias_and_an_undecodable_row_of_a_model() -> None:
+async def test_aliased_rows_of_a_model_are_read_and_malformed_ones_fail() -> None:
     seen: list[Any] = []
     async with memory_outbox() as outbox:
 
@@ -196,7 +196,7 @@ async def test_a_row_under_an_alias_and_an_undecodable_row_of_a_model() -> None:
         assert "secret text" not in str(row.errors)
 
 
-def test_an_error_of_pydantic_stays_one_and_the_log_shows_no_value_of_it() -> None:
+def test_a_pydantic_error_is_kept_and_its_values_are_not_logged() -> None:
     written = '{"number": "secret 1", "text": 2, "anything": 3, "checked": "secret 4"}'
     with pytest.raises(ValidationError) as refused:
         decoder_of(Strict)(written)
@@ -207,11 +207,11 @@ def test_an_error_of_pydantic_stays_one_and_the_log_shows_no_value_of_it() -> No
     assert "errors.pydantic.dev" not in str(refused.value)
     assert "".join(traceback.format_exception(refused.value)).count("secret") == 1  # by the check of the class itself
     assert "Input should be a valid number" in log_text(refused.value)
-    assert "refused by a check of its class - at `$.checked`" in log_text(refused.value)
+    assert "rejected by a validator of its class - at `$.checked`" in log_text(refused.value)
     assert "secret" not in log_text(refused.value)
 
 
-def test_a_class_in_place_of_an_event_is_named_as_the_mistake() -> None:
+def test_a_class_instead_of_an_event_is_named_in_the_error() -> None:
     assert "ModelPaid is a class; emit an instance, as in `ModelPaid(...)`" in outcome_of_emit(ModelPaid)
 
 
@@ -279,7 +279,7 @@ class NanAsText(BaseModel):
         (Part(count=1), "decorate its class with `@outboxio.event`"),
     ],
 )
-def test_an_event_that_no_handler_could_read_is_refused_by_name(event: Any, text: str) -> None:
+def test_an_event_that_no_handler_could_decode_is_refused_by_name(event: Any, text: str) -> None:
     refused = outcome_of_emit(event)
     assert (text in refused) if text else not refused
 
@@ -344,7 +344,7 @@ async def test_a_model_is_stored_by_its_aliases_without_computed_fields(event: A
         assert (await outbox.admin.list())[0].payload == stored
 
 
-async def test_a_subclass_of_an_event_class_comes_to_handlers_of_the_base_if_it_is_decorated() -> None:
+async def test_a_decorated_subclass_of_an_event_reaches_handlers_of_the_base() -> None:
     @outboxio.event
     class Base(BaseModel):
         number: int
@@ -435,8 +435,11 @@ class Known(Event):
     ("cls", "text"),
     [
         (Holder, "field 'parts' is of type Foreign"),
-        (WithInitVar, "field 'other' is an InitVar, whose value is not stored, and `__post_init__` would need it"),
-        (PydanticWithInitVar, "field 'other' is an InitVar, whose value is not stored, and the class cannot be made"),
+        (WithInitVar, "field 'other' is an InitVar, whose value is not stored, but `__post_init__` needs it"),
+        (
+            PydanticWithInitVar,
+            "field 'other' is an InitVar, whose value is not stored, but the class cannot be instantiated",
+        ),
         (WithForeign, r"field 'parts\[...\]' is of type .*Foreign"),
         (Private, "field '_number' is private"),
         (Root, "RootModel"),
@@ -444,17 +447,17 @@ class Known(Event):
         (LoginWithin, "field 'login.password' is a SecretStr"),
         (Renamed, "is written as 'orderId' and read as"),
         (Plain, "is none of them; .* above that decorator"),
-        (Known, "is an event already"),
-        (ModelPaid, "is an event already"),
+        (Known, "is already an event"),
+        (ModelPaid, "is already an event"),
         ("ModelPaid", "decorates a class"),
     ],
 )
-def test_a_class_that_cannot_be_an_event_is_refused_at_its_decoration(cls: Any, text: str) -> None:
+def test_an_unsupported_event_class_is_refused_by_the_decorator(cls: Any, text: str) -> None:
     with pytest.raises(RegistrationError, match=text):
         outboxio.event()(cls)
 
 
-def test_names_and_versions_of_a_decorated_class_are_checked_as_those_of_events() -> None:
+def test_names_and_versions_of_decorated_classes_are_validated_like_events() -> None:
     def decorated(decorate: Callable[[Any], Any]) -> None:
         decorate(type("Any", (BaseModel,), {}))
 
@@ -467,7 +470,7 @@ def test_names_and_versions_of_a_decorated_class_are_checked_as_those_of_events(
             decorated(outboxio.event(version=version))  # type: ignore[arg-type]
 
 
-def test_two_classes_of_one_name_and_undecorated_classes_are_refused_at_registration() -> None:
+def test_duplicate_names_and_undecorated_classes_are_refused_at_registration() -> None:
     outbox = Outbox("sqlite://", namespace="app")
 
     @outboxio.event("model-paid")
@@ -476,7 +479,7 @@ def test_two_classes_of_one_name_and_undecorated_classes_are_refused_at_registra
     outbox.register(ModelPaid)
     with pytest.raises(AmbiguousTypeName):
         outbox.register(Other)
-    with pytest.raises(RegistrationError, match="no Event class"):
+    with pytest.raises(RegistrationError, match="not an Event class"):
         outbox.handler(Part, name="h")(nothing)
     with pytest.raises(RegistrationError, match="annotated to take"):
 
@@ -487,12 +490,12 @@ def test_two_classes_of_one_name_and_undecorated_classes_are_refused_at_registra
 async def nothing(envelope: Any) -> None: ...
 
 
-def test_an_action_needs_perform_and_a_single_decoration() -> None:
+def test_an_action_needs_perform_and_exactly_one_decorator() -> None:
     with pytest.raises(RegistrationError, match="no method `async def perform"):
         outboxio.action(Part)
 
     class Own(Action):
         async def perform(self, tx: Transaction) -> None: ...
 
-    with pytest.raises(RegistrationError, match="is an action already"):
+    with pytest.raises(RegistrationError, match="is already an action"):
         outboxio.action(Own)

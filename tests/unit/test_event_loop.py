@@ -1,4 +1,4 @@
-"""An outbox belongs to one event loop at a time: the loop that may use it, and the loops that are refused."""
+"""An outbox belongs to one event loop at a time: which loop may use it, and which are refused."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from outboxio.loops.owner import EventLoopGuard
 
 
 class Member:
-    """Holds a resource of an event loop, and counts how often it began anew."""
+    """Holds a resource of an event loop, and counts its resets."""
 
     def __init__(self, guard: EventLoopGuard) -> None:
         self.beginnings = 0
-        guard.when_taken_over(self.begin_anew)
+        guard.when_taken_over(self.reset)
 
-    def begin_anew(self) -> object:
+    def reset(self) -> object:
         self.beginnings += 1
         return None
 
@@ -51,7 +51,7 @@ def in_a_thread(work: Callable[[], None]) -> None:
         raise raised[0]
 
 
-async def test_another_loop_is_refused_while_the_first_one_lives_and_the_error_names_both(
+async def test_another_loop_is_refused_while_the_first_one_is_open(
     guard: EventLoopGuard,
 ) -> None:
     guard.enter()
@@ -61,14 +61,14 @@ async def test_another_loop_is_refused_while_the_first_one_lives_and_the_error_n
     said = str(caught.value)
     assert "the outbox of namespace 'app' belongs to the event loop of thread 'MainThread', which runs" in said
     assert "used in that of thread 'the other'" in said
-    assert "one Outbox for each event loop, or `await outbox.close()`" in said
-    guard.enter()  # the first goes on
+    assert "one Outbox per event loop, or `await outbox.close()`" in said
+    guard.enter()  # the first one still works
 
 
-def test_a_loop_that_is_not_closed_may_come_back_and_keeps_what_is_its_own(guard: EventLoopGuard) -> None:
+def test_an_open_loop_may_return_and_keeps_its_state(guard: EventLoopGuard) -> None:
     first = asyncio.new_event_loop()
     first.run_until_complete(enter(guard))
-    with pytest.raises(WrongEventLoop, match="does not run at the moment, and was not closed"):
+    with pytest.raises(WrongEventLoop, match="is not running, but was not closed"):
         asyncio.run(enter(guard))
     first.run_until_complete(enter(guard))
     first.close()
@@ -76,14 +76,14 @@ def test_a_loop_that_is_not_closed_may_come_back_and_keeps_what_is_its_own(guard
     asyncio.run(enter(guard))
 
 
-def test_after_a_loop_that_is_closed_the_next_one_begins_anew(guard: EventLoopGuard) -> None:
+def test_after_a_closed_loop_the_next_one_starts_fresh(guard: EventLoopGuard) -> None:
     member = Member(guard)
     for number in (1, 2, 3):
         asyncio.run(enter(guard))
         assert member.beginnings == number
 
 
-def test_after_a_loop_that_was_forgotten_the_next_one_begins_anew(guard: EventLoopGuard) -> None:
+def test_after_a_garbage_collected_loop_the_next_one_starts_fresh(guard: EventLoopGuard) -> None:
     member, loops = Member(guard), [asyncio.new_event_loop()]
     loops[0].run_until_complete(enter(guard))
 
@@ -98,7 +98,7 @@ def test_after_a_loop_that_was_forgotten_the_next_one_begins_anew(guard: EventLo
     assert member.beginnings == 2
 
 
-async def test_after_closing_any_loop_may_come_and_the_same_one_keeps_what_it_has(guard: EventLoopGuard) -> None:
+async def test_after_closing_any_loop_is_accepted(guard: EventLoopGuard) -> None:
     member = Member(guard)
     guard.enter()
     guard.leave()
@@ -112,12 +112,12 @@ async def test_after_closing_any_loop_may_come_and_the_same_one_keeps_what_it_ha
     assert member.beginnings == 3
 
 
-def test_where_no_event_loop_runs_the_use_is_refused(guard: EventLoopGuard) -> None:
-    with pytest.raises(WrongEventLoop, match=r"belongs to no event loop yet, and was used where no event loop runs"):
+def test_use_without_a_running_event_loop_is_refused(guard: EventLoopGuard) -> None:
+    with pytest.raises(WrongEventLoop, match=r"belongs to no event loop yet, but was used where no event loop runs"):
         guard.enter()
 
 
-def test_of_two_threads_that_come_first_at_the_same_time_one_wins(guard: EventLoopGuard) -> None:
+def test_of_two_threads_binding_at_the_same_time_one_wins(guard: EventLoopGuard) -> None:
     member, refused = Member(guard), list[WrongEventLoop]()
     together, done = threading.Barrier(8), threading.Barrier(8)
 
@@ -139,7 +139,7 @@ def test_of_two_threads_that_come_first_at_the_same_time_one_wins(guard: EventLo
     assert member.beginnings == 1
 
 
-def test_members_that_are_gone_are_forgotten(guard: EventLoopGuard) -> None:
+def test_garbage_collected_members_are_dropped(guard: EventLoopGuard) -> None:
     for _ in range(100):
         Member(guard)
     kept = Member(guard)
@@ -151,11 +151,11 @@ def test_members_that_are_gone_are_forgotten(guard: EventLoopGuard) -> None:
 
 def test_a_member_that_refuses_the_loop_leaves_the_outbox_unbound(guard: EventLoopGuard) -> None:
     class Refusing:
-        def begin_anew(self) -> object:
+        def reset(self) -> object:
             raise WrongEventLoop("the pool", "another event loop", "here")
 
     refusing = Refusing()
-    guard.when_taken_over(refusing.begin_anew)
+    guard.when_taken_over(refusing.reset)
     for _ in range(2):
         with pytest.raises(WrongEventLoop, match="the pool belongs to another event loop"):
             asyncio.run(enter(guard))

@@ -1,4 +1,4 @@
-"""Versions of events: what is refused at registration, and rows that cannot be brought to the present version."""
+"""Versions of events: what is refused at registration, and rows that cannot be upcast to the current version."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ def test_a_gap_between_upcasters_is_refused_at_registration() -> None:
     outbox.handler(Counted, name="without-upcasters")(nothing)
     outboxio.upcaster(Counted, from_version=1)(same)
     outboxio.upcaster(Counted, from_version=3)(same)
-    with pytest.raises(RegistrationError, match=r"version 4, and no upcaster leads on from version 2: .*=2"):
+    with pytest.raises(RegistrationError, match=r"version 4, but there is no upcaster from version 2: .*=2"):
         outbox.handler(Counted, name="h")(nothing)
-    with pytest.raises(RegistrationError, match="no upcaster leads on from version 2"):
+    with pytest.raises(RegistrationError, match="there is no upcaster from version 2"):
         outbox.register(Counted)
     outboxio.upcaster(Counted, from_version=2)(same)
     outbox.handler(Counted, name="h")(nothing)
 
 
-def test_an_upcaster_without_a_next_version_and_a_second_one_are_refused() -> None:
+def test_an_upcaster_without_a_next_version_or_a_duplicate_is_refused() -> None:
     class Counted(Event, version=2):
         number: int
 
@@ -52,14 +52,14 @@ def test_an_upcaster_without_a_next_version_and_a_second_one_are_refused() -> No
 
 
 @pytest.mark.parametrize("version", [0, -1, True, "2", 1.5, 10**9])
-def test_a_value_that_is_no_version_is_refused(version: Any) -> None:
+def test_an_invalid_version_is_refused(version: Any) -> None:
     with pytest.raises(InvalidEvent, match="version of Counted"):
 
         class Counted(Event, version=version):
             number: int
 
 
-async def test_the_key_of_the_version_is_reserved() -> None:
+async def test_the_version_key_is_reserved() -> None:
     class Counted(Event):
         number: int
 
@@ -73,7 +73,7 @@ async def test_the_key_of_the_version_is_reserved() -> None:
             await outbox.inbox.receive(**message, event=Counted(1))
         with pytest.raises(InvalidEvent, match=r"version of .*None"):
             await outbox.inbox.receive(source="s", external_id="1", type="X", payload={}, version=None)  # type: ignore[arg-type]
-        with pytest.raises(InvalidEvent, match="the class of event= has a version"):
+        with pytest.raises(InvalidEvent, match="the class of event= already has a version"):
             await outbox.inbox.receive(source="s", external_id="1", event=Counted(1), version=2)
 
 
@@ -98,16 +98,20 @@ class Sparse(Event, version=2):
 
 
 @pytest.mark.parametrize(
-    ("cls", "number", "told"),
+    ("cls", "number", "message"),
     [
         (Versioned, 1, "Versioned of version 1: the upcaster 'fails' from version 1 raised ValueError: the secret"),
         (Versioned, 2, "Versioned of version 1: the upcaster 'fails' from version 1 returned a NoneType"),
-        (Versioned, 3, "the upcasters have made no event of version 3: Expected `int`, got `str` - at `$.number`"),
-        (Sparse, 1, "Sparse of version 1: no upcaster leads on from version 1; write one with from_version=1"),
+        (
+            Versioned,
+            3,
+            "the upcasters did not produce a valid event of version 3: Expected `int`, got `str` - at `$.number`",
+        ),
+        (Sparse, 1, "Sparse of version 1: there is no upcaster from version 1; write one with from_version=1"),
     ],
 )
-async def test_a_row_that_cannot_be_brought_to_the_present_version_fails_as_an_undecodable_row_does(
-    cls: type[Event], number: int, told: str, caplog: pytest.LogCaptureFixture
+async def test_a_row_that_cannot_be_upcast_fails_like_an_undecodable_row(
+    cls: type[Event], number: int, message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with memory_outbox() as outbox:
         outbox.handler(cls, name="h", retry=RetryPolicy(max_attempts=1))(nothing)
@@ -115,11 +119,11 @@ async def test_a_row_that_cannot_be_brought_to_the_present_version_fails_as_an_u
         await outbox.inbox.receive(source="s", external_id="1", type=cls.__name__, payload=payload)
         assert (await outbox.drain()).dead == 1
         (row,) = await outbox.admin.list("DEAD")
-        assert told in row.errors[0]["message"]  # type: ignore[operator]
+        assert message in row.errors[0]["message"]  # type: ignore[operator]
         assert "the secret" not in caplog.text
 
 
-async def test_the_hook_of_a_row_of_a_newer_version_waits_for_the_newer_code() -> None:
+async def test_the_hook_of_a_newer_version_row_waits_for_newer_code() -> None:
     class Counted(Event, type_name="Counted"):
         number: int
 
@@ -143,7 +147,7 @@ async def test_the_hook_of_a_row_of_a_newer_version_waits_for_the_newer_code() -
         assert (str(row.state), hooks) == ("DYING", [])
 
 
-def test_the_headers_of_an_event_join_those_of_its_action() -> None:
+def test_the_headers_of_an_event_extend_those_of_its_action() -> None:
     own = '{"outboxio-event-version":2}'
     assert with_own(None, own) == own
     assert with_own('{"a":1}', own) == '{"a":1,"outboxio-event-version":2}'

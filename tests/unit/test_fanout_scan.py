@@ -1,4 +1,4 @@
-"""From where each round of fan-out looks."""
+"""Where each round of fan-out starts reading."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Rounds:
         self.reached = [(0.0, 0)]
 
     def round(self, found: int = 200, *, is_full: bool = False, after: float = 0.01) -> dict[str, int]:
-        """A round, some time after the last round, which finds the events that came meanwhile; returns its bounds."""
+        """Run a round some time after the last one, which finds the events since then; return its bounds."""
         self.now += after
         bounds = self.scan.begin(self.now)
         done = FanoutResult({}, frozenset(), 0)
@@ -35,11 +35,11 @@ class Rounds:
         return dict(bounds.after)
 
     def reached_before(self, seconds: float) -> int:
-        """The position that was reached so long ago."""
-        return max(sequence for moment, sequence in self.reached if moment <= max(0.0, self.now - seconds))
+        """The position that had been reached this long ago."""
+        return max(sequence for at, sequence in self.reached if at <= max(0.0, self.now - seconds))
 
 
-def test_under_load_a_round_begins_where_events_were_reached_a_while_ago() -> None:
+def test_under_load_a_round_starts_at_a_recently_reached_position() -> None:
     rounds, at_the_beginning, further_back = Rounds(), 0, 0
     for _ in range(100):
         rounds.round()
@@ -47,13 +47,13 @@ def test_under_load_a_round_begins_where_events_were_reached_a_while_ago() -> No
         bounds = rounds.round()
         at_the_beginning += not bounds
         if bounds:
-            assert bounds["A"] <= rounds.reached_before(SWEEP_NEARBY - ROUNDED), "what came late would be passed by"
+            assert bounds["A"] <= rounds.reached_before(SWEEP_NEARBY - ROUNDED), "a late commit would be skipped"
             assert bounds["A"] >= rounds.reached_before(2 * SWEEP_IN_BACKLOG + ROUND)
             further_back += bounds["A"] < rounds.reached_before(2 * SWEEP_NEARBY + ROUND)
     assert at_the_beginning + further_back < 50
 
 
-def test_rounds_begin_further_back_ten_times_a_second_and_at_the_beginning_twice() -> None:
+def test_rounds_start_further_back_ten_times_a_second_and_sweep_twice() -> None:
     rounds = Rounds()
     for _ in range(200):
         rounds.round()
@@ -70,22 +70,22 @@ def test_rounds_begin_further_back_ten_times_a_second_and_at_the_beginning_twice
     assert 12 <= further_back <= 20
 
 
-def test_a_key_with_a_backlog_is_read_on_from_where_it_was_reached() -> None:
+def test_a_key_with_a_backlog_is_read_on_from_its_position() -> None:
     rounds = Rounds()
     rounds.round(is_full=True)
     assert rounds.round(is_full=True) == {"A": 200}
     assert rounds.round() == {"A": 400}
-    assert rounds.round() == {}  # its end was reached, and nothing was known a while ago
+    assert rounds.round() == {}  # its end was reached, and no earlier position is known
 
 
 @pytest.mark.parametrize("found", [1, 20])
-def test_where_little_is_found_every_round_begins_at_the_beginning(found: int) -> None:
+def test_with_few_events_every_round_starts_at_the_beginning(found: int) -> None:
     rounds = Rounds()
     assert found * SWEEP_IN_BACKLOG / 0.05 < FEW
     assert [rounds.round(found, after=0.05) for _ in range(100)] == [{}] * 100
 
 
-def test_when_the_load_ends_so_do_the_bounds() -> None:
+def test_the_bounds_are_dropped_when_the_load_ends() -> None:
     rounds = Rounds()
     for _ in range(100):
         rounds.round()
@@ -95,18 +95,18 @@ def test_when_the_load_ends_so_do_the_bounds() -> None:
     assert [rounds.round(1, after=0.1) for _ in range(20)] == [{}] * 20
 
 
-def test_a_round_that_finds_nothing_is_followed_by_a_sweep() -> None:
+def test_an_empty_round_is_followed_by_a_sweep() -> None:
     rounds = Rounds()
     for _ in range(105):
         rounds.round()
     assert rounds.round(0) != {}
     assert rounds.round(0) == {}
-    assert rounds.round(0) == {}  # until something is found there may be something below
+    assert rounds.round(0) == {}  # until events are found, there may be events below
     rounds.round()
     assert rounds.round() != {}
 
 
-def test_an_event_that_was_committed_late_does_not_bring_the_bounds_down() -> None:
+def test_a_late_committed_event_does_not_lower_the_bounds() -> None:
     rounds = Rounds()
     for _ in range(100):
         rounds.round()
@@ -117,7 +117,7 @@ def test_an_event_that_was_committed_late_does_not_bring_the_bounds_down() -> No
     assert min(bounds["A"] for bounds in after) > 3
 
 
-# --- while sweeps are put off ----------------------------------------------------------------------
+# --- while sweeps are delayed -----------------------------------------------------------------------
 
 
 class Slow:
@@ -144,37 +144,37 @@ class Slow:
         return sum(0.1 for bounds in self.bounds if bounds.is_sweep) / self.now
 
 
-def test_sweeps_that_take_long_take_a_share_of_the_time_and_late_events_nearby_are_found_by_all_rounds() -> None:
+def test_slow_sweeps_take_a_bounded_share_of_the_time() -> None:
     slow = Slow()
     for _ in range(3 * FEW_LATE):  # some minutes
         slow.round()
 
     assert slow.share_of_sweeps() < 1.5 / SHARE_OF_TIME
     later = slow.bounds[2 * FEW_LATE :]
-    assert sum(bounds.is_sweep for bounds in later) >= 3, "what came to light far behind is found all the same"
+    assert sum(bounds.is_sweep for bounds in later) >= 3, "an event that became visible far behind is still found"
     behind = [slow.reached - bounds.behind for bounds in slow.bounds[-20:] if bounds.behind is not None]
     assert behind
     assert all(FEW_LATE <= behind_by <= 2 * FEW_LATE for behind_by in behind)
 
 
-def test_a_round_that_was_to_be_a_sweep_says_when_it_can_be_one() -> None:
+def test_a_delayed_sweep_says_when_it_is_due() -> None:
     slow = Slow()
     waits = list[float]()
     for _ in range(200):
         bounds = slow.round()
         waits.append(slow.scan.wait(slow.now))
-        assert bounds.is_put_off is (waits[-1] < float("inf"))
+        assert bounds.is_postponed is (waits[-1] < float("inf"))
     assert 0 < min(waits) < SHARE_OF_TIME * 0.1
 
 
-def test_under_load_too() -> None:
+def test_sweeps_under_load_take_a_bounded_share_of_the_time() -> None:
     slow = Slow()
     for _ in range(5000):
         slow.round(100, after=0.01)
     assert slow.share_of_sweeps() < 2 / SHARE_OF_TIME
 
 
-def test_whoever_drains_gets_the_sweep_that_was_put_off_and_no_other() -> None:
+def test_a_drain_runs_exactly_the_delayed_sweep() -> None:
     slow = Slow()
     for _ in range(200):
         slow.round()
@@ -184,7 +184,7 @@ def test_whoever_drains_gets_the_sweep_that_was_put_off_and_no_other() -> None:
     assert not slow.scan.sweep_soon()
 
 
-def test_after_a_backlog_a_while_ago_is_not_the_time_before_it() -> None:
+def test_positions_from_before_a_backlog_are_not_reused_after_it() -> None:
     slow = Slow()
     for _ in range(200):
         slow.round()
@@ -196,7 +196,7 @@ def test_after_a_backlog_a_while_ago_is_not_the_time_before_it() -> None:
     assert slow.reached - slow.bounds[-1].behind < 100
 
 
-def test_events_that_wait_behind_a_full_key_are_not_passed_by() -> None:
+def test_events_behind_a_full_key_are_not_skipped() -> None:
     """A different key had reached further, so the full key is read on from its own position."""
     scan = FanoutScan()
     for number in range(100):
@@ -208,10 +208,10 @@ def test_events_that_wait_behind_a_full_key_are_not_passed_by() -> None:
     assert last.behind is None, "nothing below was complete at any time"
 
 
-# --- what ordered handlers want --------------------------------------------------------------------
+# --- what ordered handlers need --------------------------------------------------------------------
 
 
-def test_nothing_is_closed_while_a_transaction_is_open_that_had_begun() -> None:
+def test_nothing_is_closed_while_an_older_transaction_is_open() -> None:
     closed = Closed()
     closed.learn((5, 20), 100)  # 5 is open
     for number in range(21, 40):
@@ -225,7 +225,7 @@ def test_nothing_is_closed_while_a_transaction_is_open_that_had_begun() -> None:
     assert closed.sequence == 300
 
 
-def test_what_is_closed_never_goes_down_and_is_behind_what_was_reached() -> None:
+def test_the_closed_position_never_decreases_or_passes_the_reached_position() -> None:
     slow, closed = Slow(), list[int]()
     for number in range(1000):
         bounds = slow.round(transactions=(number, number + 3))
@@ -236,7 +236,7 @@ def test_what_is_closed_never_goes_down_and_is_behind_what_was_reached() -> None
     assert closed == sorted(closed)
 
 
-def test_a_round_that_left_something_closes_nothing() -> None:
+def test_an_incomplete_round_closes_nothing() -> None:
     slow = Slow()
     for number in range(100):
         slow.round(full=number > 10, transactions=(number, number + 1))

@@ -1,4 +1,4 @@
-"""The finder: which slots are read, how much of each, and what a read leaves behind."""
+"""The finder: which slots are read, how much of each, and the state after a read."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from outboxio.dispatch.finder import Finder
 from outboxio.handlers.options import Batch
-from outboxio.model.notification import BEGINNING
+from outboxio.model.notification import FIRST_POSITION
 from outboxio.runs.handler_queue import HandlerQueue
 from outboxio.runs.key_queues import KeyRows
 from outboxio.runs.ordering import AdmissionGate
@@ -42,7 +42,7 @@ class Found:
 
     @property
     def names(self) -> list[list[str]]:
-        return [[query.handler_name for query in queries] for queries in self.parts.table.asked]
+        return [[query.handler_name for query in queries] for queries in self.parts.table.queries]
 
 
 async def test_due_rows_are_found_and_run() -> None:
@@ -54,7 +54,7 @@ async def test_due_rows_are_found_and_run() -> None:
         assert found.parts.cursor().scan.last == (NOON, 2)
 
 
-async def test_what_a_read_has_left_is_read_for_at_once() -> None:
+async def test_rows_that_a_read_left_are_read_at_once() -> None:
     async with Found(queue_of()) as found:
         queue = found.parts.cursor().queue
         found.parts.table.due = [row_of(number) for number in range(1, queue.ahead.window + 1)]
@@ -63,7 +63,7 @@ async def test_what_a_read_has_left_is_read_for_at_once() -> None:
         assert not result.more, "the queue is full"
 
 
-async def test_slots_that_are_paused_or_full_are_not_read() -> None:
+async def test_paused_or_full_slots_are_not_read() -> None:
     async with Found(queue_of("paused"), queue_of("full"), queue_of("open")) as found:
         found.parts.cursor("paused").is_paused = True
         full = found.parts.cursor("full").queue
@@ -73,7 +73,7 @@ async def test_slots_that_are_paused_or_full_are_not_read() -> None:
         assert found.names == [["open"]]
 
 
-async def test_nothing_is_read_while_the_locks_are_not_proven_or_the_database_is_choked() -> None:
+async def test_nothing_is_read_without_lock_proofs_or_with_an_overloaded_database() -> None:
     async with Found(queue_of()) as found:
         found.parts.state.proven_until = float("-inf")
         assert (await found.finder.find_once()).found == 0
@@ -84,7 +84,7 @@ async def test_nothing_is_read_while_the_locks_are_not_proven_or_the_database_is
         assert found.names == []
 
 
-async def test_when_leaving_begins_during_a_read_its_rows_are_not_started() -> None:
+async def test_rows_read_during_a_shutdown_are_not_started() -> None:
     async with Found(queue_of()) as found:
         found.parts.table.due = [row_of(1)]
         found.parts.table.while_reading = lambda: setattr(found.parts.state, "is_stopping", True)
@@ -92,7 +92,7 @@ async def test_when_leaving_begins_during_a_read_its_rows_are_not_started() -> N
         assert found.parts.in_flight.rows == {}
 
 
-async def test_a_row_that_was_settled_during_the_read_does_not_run_again() -> None:
+async def test_a_row_settled_during_the_read_does_not_run_again() -> None:
     async with Found(queue_of()) as found:
         run = found.parts.in_flight_run(1)
         found.parts.table.due = [row_of(1)]
@@ -110,19 +110,19 @@ async def test_rows_of_a_batch_handler_are_called_in_batches() -> None:
         found.parts.intake.drop_all()
 
 
-async def test_a_drain_ends_with_a_sweep_if_the_last_read_was_none() -> None:
+async def test_a_drain_ends_with_a_sweep_after_a_partial_read() -> None:
     async with Found(queue_of()) as found:
         await found.finder.find_once()
-        assert found.parts.table.asked[-1][0].after == BEGINNING
+        assert found.parts.table.queries[-1][0].after == FIRST_POSITION
         assert not found.finder.sweep_soon()
 
         found.parts.cursor().owes_sweep = True
         assert found.finder.sweep_soon()
         await found.finder.find_once()
-        assert found.parts.table.asked[-1][0].after == BEGINNING
+        assert found.parts.table.queries[-1][0].after == FIRST_POSITION
 
 
-async def test_however_often_it_is_asked_for_one_sweep_follows() -> None:
+async def test_repeated_requests_lead_to_one_sweep() -> None:
     async with Found(queue_of()) as found:
         rung = list[bool]()
         found.parts.signals.find.set = lambda: rung.append(True)  # type: ignore[method-assign]
@@ -132,7 +132,7 @@ async def test_however_often_it_is_asked_for_one_sweep_follows() -> None:
         assert rung == [True]
 
 
-async def test_the_verdicts_that_came_are_told_even_if_nothing_is_to_be_read() -> None:
+async def test_received_outcomes_are_reported_even_if_nothing_is_read() -> None:
     async def hook(envelope: object, error: object) -> None: ...
 
     async with Found(queue_of(on_dead=hook)) as found:
@@ -153,12 +153,12 @@ async def test_the_slots_of_a_handler_divide_its_window() -> None:
             found.parts.hold(queue, partition)
         found.parts.table.due = [row_of(1 + number, partition=number % 16) for number in range(2000)]
         await found.finder.find_once()
-        assert sum(query.limit for query in found.parts.table.asked[-1]) <= queue.ahead.window
-        assert {query.partition for query in found.parts.table.asked[-1]} == set(range(16))
+        assert sum(query.limit for query in found.parts.table.queries[-1]) <= queue.ahead.window
+        assert {query.partition for query in found.parts.table.queries[-1]} == set(range(16))
         found.parts.intake.drop_all()
 
 
-async def test_a_backlog_in_a_single_slot_of_many_is_read_in_whole_windows() -> None:
+async def test_a_backlog_in_one_slot_is_read_in_whole_windows() -> None:
     async with Found(queue_of()) as found:
         queue = found.parts.cursor().queue
         for partition in range(1, 16):
@@ -168,23 +168,23 @@ async def test_a_backlog_in_a_single_slot_of_many_is_read_in_whole_windows() -> 
             await found.finder.find_once()
             found.parts.intake.drop_all()
             found.parts.cursor("h", 3).has_backlog = True
-        limits = {query.partition: query.limit for query in found.parts.table.asked[-1]}
+        limits = {query.partition: query.limit for query in found.parts.table.queries[-1]}
         assert limits.pop(3) >= queue.ahead.window
         assert max(limits.values()) <= queue.ahead.window // 16
 
 
-async def test_the_partitions_of_one_handler_take_nothing_from_another() -> None:
+async def test_the_partitions_of_a_handler_do_not_reduce_each_others_share() -> None:
     async with Found(queue_of("many"), queue_of("one"), settings=Settings(handling_batch_size=100)) as found:
         for partition in range(1, 16):
             found.parts.hold(found.parts.cursor("many").queue, partition)
         await found.finder.find_once()
         limits = dict.fromkeys(("many", "one"), 0)
-        for query in found.parts.table.asked[-1]:
+        for query in found.parts.table.queries[-1]:
             limits[query.handler_name] += query.limit
         assert limits == {"many": 48, "one": 50}
 
 
-async def test_slots_that_are_busy_together_are_read_as_a_busy_slot_is() -> None:
+async def test_busy_slots_together_are_read_like_one_busy_slot() -> None:
     """Each of 16 slots has few rows of a busy handler, and 16 sweeps would read as many settled rows as one."""
     async with Found(queue_of()) as found:
         cursor = found.parts.cursor()
@@ -197,7 +197,7 @@ async def test_slots_that_are_busy_together_are_read_as_a_busy_slot_is() -> None
             assert cursor.scan.is_busy is expected
 
 
-async def test_a_row_of_a_slot_that_is_not_held_is_passed_over() -> None:
+async def test_a_row_of_a_slot_that_is_not_held_is_skipped() -> None:
     async with Found(queue_of()) as found:
         taken, _ = found.parts.intake.take_in([row_of(1, partition=7), row_of(2)], ())
         assert (taken, [number.int for number in found.parts.in_flight.rows]) == (1, [2])
@@ -213,12 +213,12 @@ async def test_a_full_read_of_any_slot_widens_the_window() -> None:
         found.parts.intake.drop_all()
 
 
-async def test_after_a_change_of_the_partitions_no_sweep_of_an_ordered_handler_is_put_off() -> None:
+async def test_after_a_partition_change_an_ordered_handler_is_swept_at_once() -> None:
     """Any process may have unblocked rows behind the scan position."""
     async with Found(queue_of("ledger", ordered=True)) as found:
         found.parts.state.may_start = lambda now: True  # type: ignore[method-assign]
         found.finder.pace.allows = lambda now: False  # type: ignore[method-assign]
         for changed, expected in ((LONG_AGO, False), (NOON, True)):
-            found.parts.partitions.heed({"ledger": PartitionCount("ledger", 2, 2, changed)})
+            found.parts.partitions.apply({"ledger": PartitionCount("ledger", 2, 2, changed)})
             [(cursor, _)] = found.finder._next_reads(1.0)
             assert cursor.sweeps is expected

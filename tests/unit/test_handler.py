@@ -105,32 +105,32 @@ def test_a_handler_is_found_by_its_name_and_by_its_aliases() -> None:
 
 
 def test_aliases_are_announced_but_never_subscribed() -> None:
-    (wanted,) = registry(make("first", aliases={"old", "older"})).subscriptions()
+    (subscription,) = registry(make("first", aliases={"old", "older"})).subscriptions()
 
-    assert wanted == Subscription(handler_name="first", event_type="Opened", aliases=("old", "older"))
+    assert subscription == Subscription(handler_name="first", event_type="Opened", aliases=("old", "older"))
 
 
-def test_a_name_that_is_taken_is_refused_and_says_by_whom() -> None:
+def test_a_name_in_use_is_refused_and_its_owner_named() -> None:
     message = refused(make("first"), make("first"))
 
     assert "handler name 'first' is registered twice: by here (handler 'first') and here" in message
 
 
-def test_an_alias_that_is_anothers_name_is_refused() -> None:
+def test_an_alias_equal_to_another_name_is_refused() -> None:
     assert "handler alias 'first' is registered twice" in refused(make("first"), make("second", aliases={"first"}))
 
 
-def test_a_name_that_is_anothers_alias_is_refused() -> None:
+def test_a_name_equal_to_another_alias_is_refused() -> None:
     assert "handler name 'first' is registered twice" in refused(make("second", aliases={"first"}), make("first"))
 
 
-def test_an_alias_that_is_anothers_alias_is_refused() -> None:
+def test_an_alias_equal_to_another_alias_is_refused() -> None:
     assert "handler alias 'old' is registered twice" in refused(
         make("first", aliases={"old"}), make("second", aliases={"old"})
     )
 
 
-def test_a_handler_that_is_refused_leaves_no_trace() -> None:
+def test_a_refused_handler_leaves_no_trace() -> None:
     handlers = registry(make("first"))
     with pytest.raises(RegistrationError):
         handlers.add(make("second", Closed, aliases={"third", "first"}))
@@ -139,10 +139,10 @@ def test_a_handler_that_is_refused_leaves_no_trace() -> None:
     handlers.add(make("third"))
 
 
-def test_several_handlers_may_be_for_one_event() -> None:
+def test_an_event_may_have_several_handlers() -> None:
     handlers = registry(make("first", Opened), make("second", Opened))
 
-    assert [wanted.handler_name for wanted in handlers.subscriptions()] == ["first", "second"]
+    assert [subscription.handler_name for subscription in handlers.subscriptions()] == ["first", "second"]
 
 
 @pytest.mark.parametrize(
@@ -153,10 +153,10 @@ def test_several_handlers_may_be_for_one_event() -> None:
         ({"name": "x" * 256}, "has 256 characters; the column holds 255"),
         ({"name": "a\0b"}, "NUL"),
         ({"name": "a\ud800"}, "lone surrogate"),
-        ({"name": 7}, "7 is no string"),
+        ({"name": 7}, "7 is not a string"),
         ({"aliases": {""}}, "an alias of handler 'first': '' is blank"),
         ({"aliases": {"x" * 256}}, "an alias of handler 'first'"),
-        ({"aliases": "old"}, "aliases of handler 'first' is one string; give a set of names: {'old'}"),
+        ({"aliases": "old"}, "aliases of handler 'first' is one string; pass a set of names: {'old'}"),
         ({"aliases": {"first"}}, "handler 'first' has its own name as an alias"),
         ({"topic": " "}, "the topic of handler 'first': ' ' is blank"),
         ({"topic": "x" * 256}, "the topic of handler 'first'"),
@@ -183,21 +183,21 @@ def test_several_handlers_may_be_for_one_event() -> None:
         # each is allowed, but not together
         (
             {"partitions": 16, "total_concurrency": 4},
-            "total_concurrency=4 and partitions=16: each partition needs a run of its own, so the events of some "
+            "total_concurrency=4 and partitions=16: each partition needs at least one run, so the events of some "
             "partitions would never run; raise total_concurrency to 16 or more",
         ),
         (
             {"partitions": 2, "batch": Batch(schedule="0 0 * * *")},
-            "partitions=2 and batch=Batch(schedule=...): each process would make a report of its own part",
+            "partitions=2 and batch=Batch(schedule=...): each process would produce a report of its part",
         ),
-        ({"delivery": "at_most_once", "retry": RetryPolicy()}, "what may run only once is never retried"),
+        ({"delivery": "at_most_once", "retry": RetryPolicy()}, "a handler that runs at most once is never retried"),
         ({"delivery": "at_most_once", "batch": Batch()}, "delivery='at_most_once' and batch="),
         ({"ordered": True, "batch": Batch(schedule="0 0 * * *")}, "ordered=True and batch=Batch(schedule="),
         ({"on_dead_key": "park"}, "on_dead_key='park' without ordered=True"),
         ({"on_dead_key": "continue", "ordered": False}, "on_dead_key='continue' without ordered=True"),
         ({"batch": Batch(), "types": (Strict,)}, "has batch= and is for Strict, which has strict_priority=True"),
         ({"batch": Batch(), "types": (StrictToo,)}, "has batch= and is for StrictToo, which has strict_priority=True"),
-        # options of something else, and of nothing
+        # an option of other objects, and an unknown option
         ({"schedule": "0 0 * * *"}, "has schedule=: it is part of the batch, as in batch=Batch(schedule=...)"),
         ({"max_wait": "1s"}, "has max_wait=: it is part of the batch"),
         ({"size": 5}, "has size=: it is part of the batch"),
@@ -206,7 +206,7 @@ def test_several_handlers_may_be_for_one_event() -> None:
         ({"max_attempts": 3}, "has max_attempts=: it is part of the retry policy"),
         ({"prioritiy": 3}, "has prioritiy=: there is no such option; did you mean priority?"),
         ({"xyz": 3}, "has xyz=: there is no such option; there is retry, timeout"),
-        ({"function": 5}, "handler 'first' must be a function, async or plain: here is no function"),
+        ({"function": 5}, "handler 'first' must be a function, async or plain: here is not a function"),
         ({"function": Opened}, "here is a class; register an object of an EventHandler class with add_handler()"),
         ({"function": plain_around_async}, "here is a plain function around an async one; write its decorator's"),
         ({"function": generates}, "here is a generator function, whose call returns before its first line"),
@@ -217,7 +217,7 @@ def test_several_handlers_may_be_for_one_event() -> None:
         ),
     ],
 )
-def test_what_cannot_be_a_handler_is_refused_by_name(options: dict[str, Any], message: str) -> None:
+def test_an_invalid_handler_is_refused_by_name(options: dict[str, Any], message: str) -> None:
     with pytest.raises(RegistrationError) as caught:
         make(**options)
 
@@ -242,7 +242,7 @@ def test_a_handler_needs_an_event_type_or_a_topic() -> None:
 
 @pytest.mark.parametrize("thing", [dict, Opened(), EventEnvelope])
 def test_only_event_classes_have_handlers(thing: Any) -> None:
-    with pytest.raises(RegistrationError, match="which is no Event class"):
+    with pytest.raises(RegistrationError, match="which is not an Event class"):
         make("first", thing)
 
 
@@ -258,7 +258,7 @@ def test_a_callable_object_with_an_async_call_is_a_handler() -> None:
 
 
 def subscribed_types(handler: Handler) -> list[str]:
-    return [wanted.event_type for wanted in registry(handler).subscriptions()]
+    return [subscription.event_type for subscription in registry(handler).subscriptions()]
 
 
 def test_a_handler_of_a_base_class_is_subscribed_to_its_subclasses() -> None:
@@ -273,24 +273,24 @@ def test_a_handler_is_subscribed_to_the_aliases_of_its_types() -> None:
     assert subscribed_types(make("first", Closed)) == ["Closed", "Shut"]
 
 
-def test_a_subclass_that_is_defined_later_is_subscribed_as_well() -> None:
+def test_a_subclass_defined_later_is_subscribed_as_well() -> None:
     class Base(Event):
         pass
 
     handlers = registry(make("first", Base))
-    before = [wanted.event_type for wanted in handlers.subscriptions()]
+    before = [subscription.event_type for subscription in handlers.subscriptions()]
 
     class Later(Base):
         pass
 
     assert before == ["Base"]
-    assert [wanted.event_type for wanted in handlers.subscriptions()] == [Later.__base__.__name__, "Later"]
+    assert [subscription.event_type for subscription in handlers.subscriptions()] == [Later.__base__.__name__, "Later"]
 
 
-def test_a_topic_handler_is_subscribed_to_its_topic_alone() -> None:
-    (wanted,) = registry(make("first", Opened, topic="audit")).subscriptions()
+def test_a_topic_handler_is_subscribed_only_to_its_topic() -> None:
+    (subscription,) = registry(make("first", Opened, topic="audit")).subscriptions()
 
-    assert (wanted.topic, wanted.event_type) == ("audit", "")
+    assert (subscription.topic, subscription.event_type) == ("audit", "")
 
 
 def test_two_classes_with_one_name_are_refused() -> None:
@@ -301,7 +301,7 @@ def test_two_classes_with_one_name_are_refused() -> None:
         registry(make("first", Opened), make("second", Other))
 
 
-def test_a_stored_type_is_read_as_the_class_below_the_handlers_types() -> None:
+def test_a_stored_type_is_decoded_as_the_matching_subclass() -> None:
     handler = make("first", Moved)
     handlers = registry(handler)
 
@@ -309,7 +309,7 @@ def test_a_stored_type_is_read_as_the_class_below_the_handlers_types() -> None:
     assert handlers.event_class(handler, "Opened") is None
 
 
-def test_a_stored_type_is_read_by_its_alias() -> None:
+def test_a_stored_type_is_found_by_its_alias() -> None:
     handler = make("first", Closed)
 
     assert registry(handler).event_class(handler, "Shut") is Closed
@@ -346,7 +346,7 @@ def test_class_attributes_are_the_options() -> None:
         ("strict_priority", "event"),
     ],
 )
-def test_an_attribute_that_belongs_elsewhere_is_refused(attribute: str, message: str) -> None:
+def test_an_unsupported_attribute_is_refused(attribute: str, message: str) -> None:
     misled = type("Misled", (WithOptions,), {attribute: "0 0 * * *"})
 
     with pytest.raises(RegistrationError, match=f"has {attribute}=") as caught:
@@ -360,7 +360,7 @@ def test_a_subclass_of_a_strict_event_is_strict() -> None:
     assert registry(make("first", Opened)).strict_types() == frozenset()
 
 
-def test_options_may_be_set_on_the_object() -> None:
+def test_options_may_be_set_on_the_instance() -> None:
     configured = WithOptions()
     configured.concurrency = 7  # type: ignore[misc]
     configured.name = "renamed"  # type: ignore[misc]
@@ -370,7 +370,7 @@ def test_options_may_be_set_on_the_object() -> None:
     assert (handler.name, handler.options.concurrency) == ("renamed", 7)
 
 
-def test_a_function_as_class_level_retry_is_not_bound_to_the_object() -> None:
+def test_a_function_as_class_level_retry_is_not_bound() -> None:
     def in_an_hour(attempts: int, error: BaseException) -> timedelta:
         return timedelta(hours=attempts)
 
@@ -386,7 +386,7 @@ def test_a_function_as_class_level_retry_is_not_bound_to_the_object() -> None:
     assert policy.wait_after(2, ValueError(), timedelta()) == timedelta(hours=2)
 
 
-def test_a_static_method_as_class_level_retry_is_called_with_attempts_and_error() -> None:
+def test_a_static_method_as_class_level_retry_gets_attempts_and_error() -> None:
     class Retries(EventHandler[Opened]):
         name = "retries"
 
@@ -402,7 +402,7 @@ def test_a_static_method_as_class_level_retry_is_called_with_attempts_and_error(
     assert policy.wait_after(2, ValueError(), timedelta()) == timedelta(hours=2)
 
 
-def test_a_union_in_the_type_parameter_is_several_event_types() -> None:
+def test_a_union_as_type_parameter_means_several_event_types() -> None:
     class Both(EventHandler[Opened | Closed]):
         name = "both"
 
@@ -412,7 +412,7 @@ def test_a_union_in_the_type_parameter_is_several_event_types() -> None:
     assert handler_from_object(Both()).event_types == (Opened, Closed)
 
 
-def test_event_types_go_before_the_type_parameter() -> None:
+def test_event_types_take_precedence_over_the_type_parameter() -> None:
     class Some(EventHandler[Event]):
         name = "some"
         event_types = (Moved, Closed)
@@ -478,7 +478,7 @@ def test_a_class_without_event_types_is_refused() -> None:
         handler_from_object(Untyped())
 
 
-def test_a_class_whose_handle_is_a_plain_method_is_accepted_unless_it_works_in_a_transaction() -> None:
+def test_a_class_with_a_synchronous_handle_is_accepted_unless_transactional() -> None:
     class Plain(EventHandler[Opened]):
         name = "plain"
 
@@ -493,7 +493,7 @@ def test_a_class_whose_handle_is_a_plain_method_is_accepted_unless_it_works_in_a
         handler_from_object(InTransaction())
 
 
-def test_a_class_in_place_of_its_object_is_refused() -> None:
+def test_a_class_instead_of_an_instance_is_refused() -> None:
     with pytest.raises(RegistrationError, match="takes an EventHandler object"):
         handler_from_object(WithOptions)  # type: ignore[arg-type]
 
@@ -511,7 +511,7 @@ def test_a_class_without_a_handle_method_is_refused() -> None:
 # --- on an outbox --------------------------------------------------------------------------------
 
 
-def test_the_decorator_gives_the_function_back() -> None:
+def test_the_decorator_returns_the_function() -> None:
     outbox = Outbox("sqlite://", namespace="app")
 
     assert outbox.handler(Opened, name="first")(handle) is handle
@@ -524,7 +524,7 @@ def test_a_name_is_required() -> None:
         outbox.handler(Opened)  # type: ignore[call-arg]
 
 
-def test_the_refusal_names_both_functions() -> None:
+def test_the_error_names_both_functions() -> None:
     outbox = Outbox("sqlite://", namespace="app")
     outbox.handler(Opened, name="first")(handle)
 

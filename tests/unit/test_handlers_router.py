@@ -1,4 +1,4 @@
-"""``Handlers``: handlers apart from an outbox, included in one or several outboxes."""
+"""``Handlers``: handlers declared without an outbox, included in one or several outboxes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def handlers_of_receipts() -> Handlers:
     return handlers
 
 
-async def test_handlers_run_in_each_outbox_that_includes_them_with_its_own_resources() -> None:
+async def test_handlers_run_in_each_outbox_with_its_own_resources() -> None:
     handlers = handlers_of_receipts()
     for mailer in (Mailer(), Mailer()):
         async with memory_outbox(resources={Mailer: mailer}) as outbox:
@@ -56,7 +56,7 @@ async def test_handlers_run_in_each_outbox_that_includes_them_with_its_own_resou
         assert sorted(mailer.sent) == ["audit", "receipt", "report"]
 
 
-async def test_handlers_may_include_handlers() -> None:
+async def test_handlers_may_include_other_handlers() -> None:
     all_handlers, mailer = Handlers(), Mailer()
     all_handlers.include(handlers_of_receipts())
     async with memory_outbox(resources={Mailer: mailer}) as outbox:
@@ -66,7 +66,7 @@ async def test_handlers_may_include_handlers() -> None:
     assert len(mailer.sent) == 3
 
 
-def test_a_name_that_is_taken_is_refused_with_both_handlers_and_nothing_is_included() -> None:
+def test_a_duplicate_name_is_refused_with_both_handlers_and_includes_nothing() -> None:
     async def mail(envelope: Envelope) -> None: ...
 
     outbox, handlers = Outbox("sqlite://", namespace="app", resources={Mailer: Mailer()}), handlers_of_receipts()
@@ -76,7 +76,7 @@ def test_a_name_that_is_taken_is_refused_with_both_handlers_and_nothing_is_inclu
         outbox.include(handlers)
 
     assert "handler alias 'mail' is registered twice: by " in str(caught.value)
-    assert "test_a_name_that_is_taken" in str(caught.value)
+    assert "test_a_duplicate_name_is_refused" in str(caught.value)
     assert "handlers_of_receipts.<locals>.receipt" in str(caught.value)
     others = Handlers()
     others.handler(MoneyDeposited, name="report")(mail)
@@ -95,17 +95,17 @@ def test_a_missing_resource_is_refused_when_the_handlers_are_included() -> None:
         Outbox("sqlite://", namespace="app").include(handlers_of_receipts())
 
 
-def test_a_handler_that_comes_after_include_is_refused_because_it_would_never_run() -> None:
+def test_a_handler_added_after_include_is_refused() -> None:
     async def late(envelope: Envelope) -> None: ...
 
     handlers = Handlers()
     Outbox("sqlite://", namespace="app").include(handlers)
 
-    with pytest.raises(RegistrationError, match="were included already"):
+    with pytest.raises(RegistrationError, match="were already included"):
         handlers.handler(MoneyDeposited, name="late")(late)
 
 
-async def test_handlers_are_included_before_running() -> None:
+async def test_handlers_must_be_included_before_running() -> None:
     async with memory_outbox() as outbox, outbox.running():
         with pytest.raises(RegistrationError, match="before running"):
             outbox.include(Handlers())

@@ -1,4 +1,4 @@
-"""Handoffs: which rows fan-out may hand over, and what happens if something comes between."""
+"""Handoffs: which rows fan-out may hand off, and what happens if the state changes in between."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 
 from outboxio.dispatch.finder import Finder, Handoffs
-from outboxio.model.notification import BEGINNING
+from outboxio.model.notification import FIRST_POSITION
 from outboxio.storage.protocols import PartitionCount
 from tests.kit.dispatching import NOON, Parts, queue_of, row_of
 
@@ -25,7 +25,7 @@ def keeps_up(parts: Parts, *names: str) -> None:
 
 
 def spread(parts: Parts, number: int, active: int = 0) -> None:
-    parts.partitions.heed({"h": PartitionCount("h", number, max(number, active), NOON)})
+    parts.partitions.apply({"h": PartitionCount("h", number, max(number, active), NOON)})
 
 
 async def test_rows_of_handlers_that_keep_up_are_taken() -> None:
@@ -43,7 +43,7 @@ async def test_rows_of_handlers_that_keep_up_are_taken() -> None:
     await parts.close()
 
 
-async def test_nothing_is_offered_while_nothing_may_start() -> None:
+async def test_nothing_is_offered_while_runs_may_not_start() -> None:
     parts = Parts(queue_of())
     handoffs = offered(parts)
     assert handoffs.offer() is None, "its rows were never swept for"
@@ -56,7 +56,7 @@ async def test_nothing_is_offered_while_nothing_may_start() -> None:
     await parts.close()
 
 
-async def test_a_pause_that_comes_between_is_heeded() -> None:
+async def test_a_pause_during_the_handoff_is_applied() -> None:
     parts = Parts(queue_of())
     keeps_up(parts, "h")
     handoff = offered(parts).offer()
@@ -67,7 +67,7 @@ async def test_a_pause_that_comes_between_is_heeded() -> None:
     await parts.close()
 
 
-async def test_a_row_that_was_found_and_settled_before_it_is_handed_over_does_not_run_again() -> None:
+async def test_a_row_settled_before_its_handoff_does_not_run_again() -> None:
     parts = Parts(queue_of())
     keeps_up(parts, "h")
     handoff = offered(parts).offer()
@@ -78,7 +78,22 @@ async def test_a_row_that_was_found_and_settled_before_it_is_handed_over_does_no
     await parts.close()
 
 
-async def test_rows_of_a_handler_with_partitions_are_taken_if_all_partitions_are_here() -> None:
+async def test_overlapping_rounds_get_a_single_handoff() -> None:
+    parts = Parts(queue_of())
+    keeps_up(parts, "h")
+    handoffs = offered(parts)
+    handoff = handoffs.offer()
+    assert handoff is not None
+    assert handoffs.offer() is None, "settled rows would be recorded for only one handoff"
+    parts.in_flight.release(parts.in_flight_run(1))
+    handoff.hand([row_of(1)])
+    assert handoff.taken == 0
+    handoff.close()
+    assert handoffs.offer() is not None
+    await parts.close()
+
+
+async def test_rows_of_a_partitioned_handler_need_all_partitions_held_here() -> None:
     parts = Parts(queue_of())
     spread(parts, 3)
     handoffs = offered(parts)
@@ -93,8 +108,8 @@ async def test_rows_of_a_handler_with_partitions_are_taken_if_all_partitions_are
     await parts.close()
 
 
-@pytest.mark.parametrize("obstacle", ["paused", "backlog", "halted", "a partition that is drained", "re-homing"])
-async def test_rows_of_a_handler_with_partitions_are_read_if_a_partition_may_not_be_handed(obstacle: str) -> None:
+@pytest.mark.parametrize("obstacle", ["paused", "backlog", "halted", "a partition that is drained", "rehashing"])
+async def test_rows_with_a_partition_that_cannot_be_handed_off_are_read(obstacle: str) -> None:
     parts = Parts(queue_of())
     parts.hold(parts.cursor().queue, 1)
     spread(parts, 2)
@@ -110,10 +125,11 @@ async def test_rows_of_a_handler_with_partitions_are_read_if_a_partition_may_not
         second.has_backlog = True
     elif obstacle == "halted":
         parts.cursors.halt(second.slot)
-    elif obstacle == "re-homing":
-        handoffs._finder.rehoming._owing[second.slot] = BEGINNING
+    elif obstacle == "rehashing":
+        handoffs._finder.rehashing._owing[second.slot] = FIRST_POSITION
     else:
         spread(parts, 2, active=3)
     handoff.hand([row_of(1)])
+    handoff.close()
     assert (handoffs.offer(), handoff.taken) == (None, 0)
     await parts.close()

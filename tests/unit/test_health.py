@@ -17,7 +17,7 @@ from outboxio.health import reader
 from outboxio.health.facts import Facts, HandlerFacts, InstanceFacts, LockFacts, ShardFacts
 from outboxio.health.overview import overview_of
 from outboxio.health.values import Overview
-from outboxio.loops import standstill
+from outboxio.loops import blocked_loop
 from outboxio.storage.protocols import Waiting
 from outboxio.testing import memory_outbox
 from tests.kit.app import Emit, MoneyDeposited, eventually, hang
@@ -27,16 +27,16 @@ Envelope = EventEnvelope[MoneyDeposited]
 NOON = datetime(2030, 1, 1, 12)
 
 
-class Asked:
-    """Counts the questions to a shard, and may fail or be late."""
+class Queries:
+    """Counts the queries of a shard, and can delay them or let them fail."""
 
     def __init__(self, outbox: Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
         self.number = 0
         self.error: Exception | None = None
         self.late = 0.0
-        monkeypatch.setattr(database_of(outbox).subscriptions, "pauses", self._ask, raising=False)
+        monkeypatch.setattr(database_of(outbox).subscriptions, "pauses", self._query, raising=False)
 
-    async def _ask(self, namespace: str) -> Any:
+    async def _query(self, namespace: str) -> Any:
         self.number += 1
         await asyncio.sleep(self.late)
         if self.error is not None:
@@ -44,7 +44,7 @@ class Asked:
         return []
 
 
-async def test_an_outbox_is_live_and_ok_before_running_and_ready_only_inside() -> None:
+async def test_an_outbox_is_live_before_running_and_ready_only_inside() -> None:
     async with memory_outbox() as outbox:
         before = await outbox.health()
         async with outbox.running():
@@ -75,56 +75,56 @@ async def test_the_loops_and_the_locks_are_named() -> None:
 async def _nothing(envelope: Envelope) -> None: ...
 
 
-async def test_tables_that_are_missing_make_the_status_down_and_the_process_lives() -> None:
+async def test_missing_tables_make_the_status_down_but_not_the_process_dead() -> None:
     async with Outbox("sqlite://", namespace="app") as outbox:
         health = await outbox.health()
 
     assert (health.status, health.live, health.shards["default"].schema) == ("down", True, "missing")
 
 
-# --- the database is asked seldom --------------------------------------------------------------------
+# --- the database is queried rarely  --------------------------------------------------------------------
 
 
-async def test_callers_at_the_same_time_share_one_question_for_5_s(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_concurrent_callers_share_one_query_for_five_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     async with memory_outbox() as outbox:
-        asked = Asked(outbox, monkeypatch)
-        asked.late = 0.05
+        queries = Queries(outbox, monkeypatch)
+        queries.late = 0.05
 
         await asyncio.gather(*(outbox.health() for _ in range(20)))
         await outbox.health()
-        assert asked.number == 1
+        assert queries.number == 1
 
         monkeypatch.setattr(reader, "FRESH", 0.0)
         await outbox.health()
-        assert asked.number == 2
+        assert queries.number == 2
 
 
-async def test_a_database_without_an_answer_costs_a_caller_one_time_limit_and_the_next_caller_nothing(
+async def test_an_unresponsive_database_delays_one_caller_by_one_time_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with memory_outbox() as outbox:
-        asked = Asked(outbox, monkeypatch)
-        asked.late = 60.0
+        queries = Queries(outbox, monkeypatch)
+        queries.late = 60.0
 
         async with asyncio.timeout(5):
             first, second = await outbox._health.read(0.1), await outbox.health()
 
-    assert asked.number == 1
+    assert queries.number == 1
     assert {first.status, second.status} == {"down"}
     assert first.live
 
 
-async def test_a_caller_that_gives_up_leaves_the_question_to_the_next_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_cancelled_caller_leaves_its_query_to_the_next_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     async with memory_outbox() as outbox:
-        asked = Asked(outbox, monkeypatch)
-        asked.late = 0.2
+        queries = Queries(outbox, monkeypatch)
+        queries.late = 0.2
         impatient, patient = asyncio.create_task(outbox.health()), asyncio.create_task(outbox.health())
-        await eventually(lambda: asked.number == 1)
+        await eventually(lambda: queries.number == 1)
 
         impatient.cancel()
 
         assert (await patient).status == "ok"
-        assert asked.number == 2
+        assert queries.number == 2
 
 
 @pytest.mark.slow
@@ -137,7 +137,7 @@ async def test_a_caller_that_gives_up_leaves_the_question_to_the_next_caller(mon
         ("no shard answers", "no shard has answered within 0.1 s"),
     ],
 )
-async def test_health_without_the_figures_of_the_tables_is_never_ok(
+async def test_health_without_table_metrics_is_never_ok(
     fault: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def read() -> Any:
@@ -149,13 +149,13 @@ async def test_health_without_the_figures_of_the_tables_is_never_ok(
 
     async with memory_outbox() as outbox, outbox.running():
         if fault == "no shard answers":
-            Asked(outbox, monkeypatch).late = 60.0
+            Queries(outbox, monkeypatch).late = 60.0
         else:
             monkeypatch.setattr(outbox._health.overviews, "read", read)
         health = await outbox._health.read(0.1)
 
     assert (health.status, health.ready) == ("degraded", True)
-    assert health.reasons == (f"faults in the tables are not known, because {reason}",)
+    assert health.reasons == (f"could not check the tables: {reason}",)
 
 
 def read_from(shard: ShardFacts) -> tuple[Facts, Overview]:
@@ -163,7 +163,7 @@ def read_from(shard: ShardFacts) -> tuple[Facts, Overview]:
     return facts, overview_of(facts)
 
 
-async def test_the_facts_of_the_tables_join_those_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_facts_of_the_tables_are_combined_with_those_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     worker = InstanceFacts(instance="w", version="1", started=NOON, last_seen=NOON, is_alive=True)
     ship = HandlerFacts(
         name="ship", event_types=("Paid",), due=7, oldest_due=NOON - timedelta(seconds=90), last_seen=NOON,
@@ -185,7 +185,7 @@ async def test_the_facts_of_the_tables_join_those_of_the_process(monkeypatch: py
     assert (health.lag, health.oldest_due) == (2.0, {"ship": 90.0})
 
 
-async def test_figures_that_cannot_be_read_are_unknown_and_told_once(
+async def test_unreadable_metrics_are_unknown_and_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def read() -> Any:
@@ -197,14 +197,14 @@ async def test_figures_that_cannot_be_read_are_unknown_and_told_once(
         healths = [await outbox.health() for _ in range(3)]
 
     assert {(health.status, health.lag, health.unroutable) for health in healths} == {("degraded", None, None)}
-    told = [record for record in caplog.records if record.levelname == "WARNING"]
-    assert ["no overview" in record.getMessage() for record in told] == [True]
+    warnings = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert ["no overview" in record.getMessage() for record in warnings] == [True]
 
 
 # --- death -------------------------------------------------------------------------------------------
 
 
-async def test_a_loop_whose_task_was_cancelled_from_outside_ends_life() -> None:
+async def test_a_loop_with_an_externally_cancelled_task_ends_liveness() -> None:
     async with memory_outbox() as outbox, outbox.running():
         await eventually(lambda: run_of(outbox).loops.find.task is not None)
         run = run_of(outbox)
@@ -216,7 +216,7 @@ async def test_a_loop_whose_task_was_cancelled_from_outside_ends_life() -> None:
     assert "'dispatch of default' has ended" in health.reasons[0]
 
 
-async def test_a_shard_that_has_ended_by_an_error_ends_life(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_shard_that_failed_ends_liveness(monkeypatch: pytest.MonkeyPatch) -> None:
     async with memory_outbox() as outbox:
         running = outbox.running()
         await running.__aenter__()
@@ -230,35 +230,35 @@ async def test_a_shard_that_has_ended_by_an_error_ends_life(monkeypatch: pytest.
             await running.__aexit__(None, None, None)
 
     assert (health.status, health.live, health.ready) == ("down", False, False)
-    assert "has ended" in health.reasons[0]
+    assert "stopped with an error" in health.reasons[0]
 
 
 @pytest.mark.slow
 @pytest.mark.real_time("the event loop is truly blocked")
-async def test_a_standstill_is_told_when_it_is_over_and_is_no_death() -> None:
+async def test_a_blocked_event_loop_is_reported_afterwards_without_ending_liveness() -> None:
     async with memory_outbox() as outbox, outbox.running():
-        await eventually(lambda: outbox._guard.loop in standstill._watches)
+        await eventually(lambda: outbox._guard.loop in blocked_loop._watches)
         time.sleep(2.0)  # noqa: ASYNC251  # the block is the point
-        await eventually(lambda: standstill.last_standstill_of(asyncio.get_running_loop())[1] > 0)
+        await eventually(lambda: blocked_loop.last_block_of(asyncio.get_running_loop())[1] > 0)
         health = await outbox.health()
 
     assert (health.status, health.live, health.ready) == ("degraded", True, True)
-    assert "the event loop stood still for" in health.reasons[0]
+    assert "the event loop was blocked for" in health.reasons[0]
 
 
 # --- a second event loop -------------------------------------------------------------------------------
 
 
-def asked_in_a_thread(ask: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
+def called_in_a_thread(call: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
     answers: list[Any] = []
-    thread = threading.Thread(target=lambda: answers.append(asyncio.run(ask())))
+    thread = threading.Thread(target=lambda: answers.append(asyncio.run(call())))
     thread.start()
     return thread, answers
 
 
-async def test_a_second_event_loop_reads_the_health_through_the_event_loop_of_the_outbox() -> None:
+async def test_another_event_loop_reads_health_through_the_loop_of_the_outbox() -> None:
     async with memory_outbox() as outbox, outbox.running():
-        thread, answers = asked_in_a_thread(outbox.health)
+        thread, answers = called_in_a_thread(outbox.health)
         await eventually(lambda: answers)
         thread.join()
 
@@ -266,7 +266,7 @@ async def test_a_second_event_loop_reads_the_health_through_the_event_loop_of_th
 
 
 @pytest.mark.real_time("the event loop is truly blocked")
-async def test_a_blocked_event_loop_is_not_live_for_a_second_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_another_event_loop_sees_a_blocked_event_loop_as_not_live(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reader, "LONGEST_BLOCK", 0.5)
 
     async def over_http() -> httpx.Response:
@@ -275,8 +275,8 @@ async def test_a_blocked_event_loop_is_not_live_for_a_second_event_loop(monkeypa
 
     async with memory_outbox() as outbox, outbox.running():
         assert (await outbox.health()).live
-        thread, answers = asked_in_a_thread(outbox.health)
-        pages, answered = asked_in_a_thread(over_http)
+        thread, answers = called_in_a_thread(outbox.health)
+        pages, answered = called_in_a_thread(over_http)
         deadline = time.monotonic() + 10
         while not (answers and answered) and time.monotonic() < deadline:
             time.sleep(0.01)  # noqa: ASYNC251  # the block is the point
@@ -286,25 +286,25 @@ async def test_a_blocked_event_loop_is_not_live_for_a_second_event_loop(monkeypa
 
     health: Health = answers[0]
     assert (health.status, health.live, health.ready) == ("down", False, False)
-    assert "has not answered" in health.reasons[0]
+    assert "has not responded" in health.reasons[0]
     assert health.phase == "running"
     assert answered[0].status_code == 503
     assert recovered.live
 
 
-async def test_an_outbox_whose_event_loop_is_closed_is_read_and_not_bound() -> None:
+async def test_reading_health_after_the_event_loop_closed_binds_no_loop() -> None:
     outbox = Outbox("sqlite://", namespace="app", settings=Settings())
     loop_ended = threading.Thread(target=lambda: asyncio.run(outbox.migrate()))  # type: ignore[arg-type]
     loop_ended.start()
     await asyncio.to_thread(loop_ended.join)
 
-    health = await outbox._health.probe(asks=True)
+    health = await outbox._health.probe(queries_database=True)
 
     assert (health.live, health.ready) == (True, False)
     assert not outbox._guard.is_bound
 
 
-async def test_handlers_run_while_probes_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_handlers_run_during_health_probes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reader, "FRESH", 0.0)
     async with memory_outbox() as outbox:
         done: list[int] = []

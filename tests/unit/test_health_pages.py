@@ -47,7 +47,7 @@ def in_litestar(outbox: Outbox) -> Any:
 
 
 @pytest.mark.parametrize("mounted", [in_fastapi, in_starlette, in_litestar])
-async def test_the_pages_answer_below_the_prefix_of_a_framework(mounted: Any) -> None:
+async def test_the_pages_work_under_the_prefix_of_a_framework(mounted: Any) -> None:
     async with memory_outbox() as outbox, client_of(mounted(outbox)) as client:
         async with outbox.running():
             pages = {page: await client.get(f"/ops/{page}") for page in ("live", "ready", "health")}
@@ -59,12 +59,12 @@ async def test_the_pages_answer_below_the_prefix_of_a_framework(mounted: Any) ->
     assert pages["health"].json()["status"] == "ok"
     assert pages["health"].headers["cache-control"] == "no-store"
     assert after.status_code == 503
-    assert after.json() == {"ready": False, "reasons": ["running() is not entered in this process"]}
+    assert after.json() == {"ready": False, "reasons": ["this process has not entered running()"]}
     assert (missing.status_code, "/live, /ready" in missing.text) == (404, True)
 
 
 @pytest.mark.parametrize("path", ["/ops/live", "/proxy/ops/live", "/live", "/live/"])
-async def test_the_pages_answer_behind_a_proxy_that_removes_its_prefix_or_does_not(path: str) -> None:
+async def test_the_pages_work_behind_a_proxy_with_or_without_prefix_removal(path: str) -> None:
     async with memory_outbox() as outbox:
         transport = httpx.ASGITransport(health_app(outbox), root_path="/proxy/ops")
         async with httpx.AsyncClient(transport=transport, base_url="http://shop") as client:
@@ -72,7 +72,7 @@ async def test_the_pages_answer_behind_a_proxy_that_removes_its_prefix_or_does_n
             assert (await client.get(f"/more{path}")).status_code == 404
 
 
-async def test_the_pages_answer_without_a_framework_and_without_a_prefix() -> None:
+async def test_the_pages_work_without_a_framework_and_without_a_prefix() -> None:
     async with memory_outbox() as outbox, client_of(health_app(outbox)) as client:
         head = await client.head("/live")
         post = await client.post("/live")
@@ -102,7 +102,7 @@ async def test_a_lifespan_is_answered_and_a_websocket_is_closed(kind: str, answe
     assert (len(sent), messages) == (answers, [])
 
 
-async def test_a_page_that_fails_is_an_error_of_the_server_without_the_text_of_the_error(
+async def test_a_failing_page_is_a_server_error_without_the_error_text(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def fails(*args: Any, **options: Any) -> None:
@@ -117,7 +117,7 @@ async def test_a_page_that_fails_is_an_error_of_the_server_without_the_text_of_t
     assert "secret" not in answer.text
 
 
-async def test_metrics_are_in_the_text_format_of_prometheus() -> None:
+async def test_metrics_are_in_the_prometheus_text_format() -> None:
     pytest.importorskip("prometheus_client")
     pytest.importorskip("outboxio.integrations.prometheus")
     async with memory_outbox() as outbox, client_of(health_app(outbox)) as client, outbox.running():
@@ -128,7 +128,7 @@ async def test_metrics_are_in_the_text_format_of_prometheus() -> None:
     assert "# TYPE outboxio_" in first.text
 
 
-async def test_metrics_without_prometheus_client_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_metrics_without_prometheus_client_name_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     monkeypatch.delitem(sys.modules, "outboxio.integrations.prometheus", raising=False)
 
@@ -139,7 +139,7 @@ async def test_metrics_without_prometheus_client_say_what_to_install(monkeypatch
     assert "pip install 'outboxio[prometheus]'" in answers[0].text
 
 
-async def test_a_probe_binds_an_outbox_that_is_not_in_use_to_no_event_loop() -> None:
+async def test_a_probe_binds_an_unused_outbox_to_no_event_loop() -> None:
     outbox = Outbox("sqlite://", namespace="app")
 
     async with client_of(health_app(outbox)) as client:
@@ -166,12 +166,12 @@ class Answer:
         self.headers = dict(line.lower().split(": ", 1) for line in lines)
 
 
-async def sent(port: int, *pieces: bytes, ends: bool = False) -> bytes:
-    """All bytes that the listener answers to a connection that sends the pieces."""
+async def sent(port: int, *chunks: bytes, ends: bool = False) -> bytes:
+    """Send the chunks over one connection and return everything that the listener answers."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
-        for piece in pieces:
-            writer.write(piece)
+        for chunk in chunks:
+            writer.write(chunk)
             await writer.drain()
             await turns()  # the listener has the same event loop, and reads what has arrived
         if ends:
@@ -192,7 +192,7 @@ async def cannot_send(writer: asyncio.StreamWriter) -> bool:
     return False
 
 
-async def test_a_request_gets_one_complete_answer_and_the_connection_ends() -> None:
+async def test_a_request_gets_one_complete_response_and_the_connection_closes() -> None:
     async with served() as port:
         answer = Answer(await sent(port, b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n"))
 
@@ -220,7 +220,7 @@ async def test_a_request_gets_one_complete_answer_and_the_connection_ends() -> N
         (b"", 400),
     ],
 )
-async def test_every_request_line_has_an_answer(request_line: bytes, status: int) -> None:
+async def test_every_request_line_gets_a_response(request_line: bytes, status: int) -> None:
     async with served() as port:
         answer = Answer(await sent(port, request_line + b"\r\nHost: x\r\n\r\n"))
 
@@ -228,7 +228,7 @@ async def test_every_request_line_has_an_answer(request_line: bytes, status: int
     assert answer.body
 
 
-async def test_a_head_request_gets_the_headers_of_a_get_request_and_no_body() -> None:
+async def test_a_head_request_gets_the_same_headers_without_a_body() -> None:
     async with served() as port:
         get = Answer(await sent(port, b"GET /live HTTP/1.1\r\n\r\n"))
         head = Answer(await sent(port, b"HEAD /live HTTP/1.1\r\n\r\n"))
@@ -237,14 +237,14 @@ async def test_a_head_request_gets_the_headers_of_a_get_request_and_no_body() ->
     assert head.headers["content-length"] == get.headers["content-length"]
 
 
-async def test_a_request_in_pieces_is_one_request() -> None:
+async def test_a_request_in_several_packets_is_one_request() -> None:
     async with served() as port:
         answer = Answer(await sent(port, b"GET /li", b"ve HTTP/1.1\r\nHo", b"st: x\r\n\r", b"\n"))
 
     assert answer.status == 200
 
 
-async def test_of_two_requests_at_once_the_first_is_answered() -> None:
+async def test_of_two_pipelined_requests_the_first_is_answered() -> None:
     async with served() as port:
         raw = await sent(port, b"GET /live HTTP/1.1\r\n\r\nGET /ready HTTP/1.1\r\n\r\n")
 
@@ -252,7 +252,7 @@ async def test_of_two_requests_at_once_the_first_is_answered() -> None:
     assert Answer(raw).status == 200
 
 
-async def test_a_request_of_3_kb_is_refused_and_the_refusal_arrives() -> None:
+async def test_a_request_of_3_kb_is_refused_with_a_response() -> None:
     async with served() as port:
         long = b"GET /live HTTP/1.1\r\nX: " + b"x" * 3000
         answers = [await sent(port, long, b"\r\n\r\n"), await sent(port, long + b"\r\n\r\n")]
@@ -260,7 +260,7 @@ async def test_a_request_of_3_kb_is_refused_and_the_refusal_arrives() -> None:
     assert [Answer(raw).status for raw in answers] == [431, 431]
 
 
-async def test_a_connection_that_ends_before_its_request_gets_no_answer_and_harms_nothing() -> None:
+async def test_a_connection_closed_before_its_request_is_ignored() -> None:
     async with served() as port:
         assert await sent(port, b"GET /live HT", ends=True) == b""
         assert await sent(port, ends=True) == b""
@@ -278,7 +278,7 @@ async def test_a_slow_client_is_cut_off_before_and_after_its_request(monkeypatch
         await eventually(lambda: cannot_send(writer))  # the client does not end its side: the listener does
 
 
-async def test_the_oldest_of_many_idle_connections_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_oldest_of_many_idle_connections_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pages, "MOST_CONNECTIONS", 3)
     async with served() as port:
         idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
@@ -291,7 +291,7 @@ async def test_the_oldest_of_many_idle_connections_makes_room(monkeypatch: pytes
     assert answer.status == 200
 
 
-async def test_the_end_of_the_block_ends_open_connections_and_frees_the_port() -> None:
+async def test_leaving_the_block_closes_connections_and_frees_the_port() -> None:
     async with memory_outbox() as outbox:
         async with serve_health(outbox, 0) as port:
             reader, writer = await asyncio.open_connection("127.0.0.1", port)

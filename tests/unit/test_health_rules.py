@@ -57,7 +57,7 @@ def handler(**facts: Any) -> HandlerFacts:
     return HandlerFacts(**{"name": "ship", "last_seen": NOON, "locks": [LockFacts(owner="host-a:7")], **facts})
 
 
-def test_a_process_whose_loops_reach_their_shard_is_live_ready_and_ok_without_a_reason() -> None:
+def test_a_process_whose_loops_work_is_live_ready_and_ok() -> None:
     health = health_of_shards()
 
     assert (health.status, health.live, health.ready, health.reasons) == ("ok", True, True, ())
@@ -70,21 +70,21 @@ def test_a_standby_without_locks_is_as_healthy_as_the_holder() -> None:
     assert (health.status, health.live, health.ready, health.reasons) == ("ok", True, True, ())
 
 
-def test_a_database_that_does_not_answer_for_30_s_ends_readiness_and_never_life() -> None:
+def test_an_unresponsive_database_for_30_s_ends_readiness_but_not_liveness() -> None:
     assert health_of_shards(local(answered=NOW - REACHED_WITHIN)).ready
     health = health_of_shards(local(answered=NOW - REACHED_WITHIN - 0.1))
     assert (health.status, health.live, health.ready) == ("down", True, False)
     assert health.reasons == ("shard 'first' cannot be reached",)
 
 
-def test_a_refused_probe_is_reported_at_once_and_ends_readiness_only_after_30_s() -> None:
+def test_a_refused_probe_is_reported_at_once_and_ends_readiness_later() -> None:
     health = health_of_shards(local(probe=Probe(sent=NOW, refused=True)))
 
     assert (health.status, health.live, health.ready) == ("down", True, True)
     assert health.shards["first"].reachable is False
 
 
-def test_a_probe_that_is_late_contradicts_no_loop_that_was_answered() -> None:
+def test_a_late_probe_does_not_outweigh_a_loop_that_got_answers() -> None:
     assert health_of_shards(local(probe=Probe(sent=NOW))).status == "ok"
 
 
@@ -92,56 +92,56 @@ def test_an_answer_after_a_refusal_counts() -> None:
     assert health_of_shards(local(probe=Probe(sent=NOW - 3, refused=True))).status == "ok"
 
 
-def test_one_reachable_shard_of_two_keeps_a_process_ready_and_makes_it_degraded() -> None:
+def test_one_reachable_shard_of_two_means_ready_but_degraded() -> None:
     health = health_of_shards(local(), LocalShard(now=NOW, runs=True))
 
     assert (health.status, health.ready, health.reasons) == ("degraded", True, ("shard 'second' cannot be reached",))
 
 
-@pytest.mark.parametrize(("fit", "words"), [("missing", "run outboxio check"), ("newer", "deploy that version")])
-def test_tables_that_do_not_fit_end_readiness_and_say_the_fix(fit: Any, words: str) -> None:
+@pytest.mark.parametrize(("fit", "text"), [("missing", "run outboxio check"), ("newer", "deploy that version")])
+def test_mismatched_tables_end_readiness_and_name_the_fix(fit: Any, text: str) -> None:
     health = health_of_shards(local(fit=fit))
 
     assert (health.status, health.live, health.ready) == ("down", True, False)
-    assert words in health.reasons[0]
+    assert text in health.reasons[0]
 
 
-def test_a_loop_without_rounds_is_death() -> None:
+def test_a_loop_without_rounds_ends_liveness() -> None:
     health = health_of_shards(local(dead=("the loop 'x' has ended",)))
 
     assert (health.status, health.live, health.ready) == ("down", False, False)
     assert health.reasons == ("the loop 'x' has ended",)
 
 
-def test_a_dead_loop_of_one_shard_is_death_although_another_shard_works() -> None:
+def test_a_dead_loop_of_one_shard_ends_liveness_despite_healthy_shards() -> None:
     health = health_of_shards(local(dead=("the loop 'x' has ended",)), local())
 
     assert (health.status, health.live, health.ready) == ("down", False, False)
 
 
-def test_running_that_has_ended_by_itself_is_death() -> None:
-    health = health_of_shards(ended=("running() has ended without being left",))
+def test_an_unexpected_end_of_running_ends_liveness() -> None:
+    health = health_of_shards(ended=("running() has ended unexpectedly",))
 
     assert (health.status, health.live, health.ready) == ("down", False, False)
 
 
 @pytest.mark.parametrize("phase", ["stopped", "starting", "leaving"])
-def test_a_process_outside_of_running_is_not_ready_and_nothing_else(phase: Any) -> None:
+def test_a_process_outside_of_running_is_only_not_ready(phase: Any) -> None:
     health = health_of_shards(phase=phase)
 
     assert (health.status, health.live, health.ready, health.phase) == ("ok", True, False, phase)
     assert len(health.reasons) == 1
 
 
-def test_a_shard_that_was_never_probed_is_unknown_and_no_reason() -> None:
+def test_a_shard_that_was_never_probed_is_unknown_without_a_reason() -> None:
     health = health_of_shards(LocalShard(now=NOW), phase="stopped")
 
     assert health.shards["first"].reachable is None
     assert health.status == "ok"
 
 
-def test_what_needs_attention_degrades_and_the_worst_reason_comes_first() -> None:
-    shard = local(stuck=2, loops={"x": LoopHealth(failures=5), "y": LoopHealth(failures=2)}, is_sick=True)
+def test_findings_degrade_the_status_and_the_worst_comes_first() -> None:
+    shard = local(stuck=2, loops={"x": LoopHealth(failures=5), "y": LoopHealth(failures=2)}, is_stalled=True)
     late = handler(
         event_types=("Paid",), due=4, oldest_due=NOON - timedelta(seconds=5), dead_hour=3,
         newest_dead=NOON - timedelta(minutes=4),
@@ -157,14 +157,14 @@ def test_what_needs_attention_degrades_and_the_worst_reason_comes_first() -> Non
 
     assert health.status == "down"
     starts = [
-        "No process", "3 notifica", "4 notifica", "the loop '", "shard 'fir", "2 notifica", "the event ", "this proce",
+        "No process", "3 notifica", "4 notifica", "the loop '", "shard 'fir", "2 runs are", "the event ", "this proce",
     ]  # fmt: skip
     assert [reason[:10] for reason in health.reasons] == starts
     assert (health.live, health.ready, health.stuck, health.lag) == (True, False, 2, 3.0)
     assert (health.oldest_due, health.unroutable) == ({"ship": 5.0}, 4)
 
 
-def test_a_loop_is_reported_from_its_third_failure_in_a_row_on() -> None:
+def test_a_loop_is_reported_from_its_third_consecutive_failure() -> None:
     failing = {"x": LoopHealth(failures=3)}
 
     assert health_of_shards(local(loops=failing)).reasons == ("the loop 'x' has failed 3 times in a row",)
@@ -174,33 +174,36 @@ def test_a_loop_is_reported_from_its_third_failure_in_a_row_on() -> None:
 
 
 def test_a_blocked_event_loop_is_reported_for_a_minute() -> None:
-    assert "stood still for 7.5 s, 59 s ago" in health_of_shards(blocked=(7.5, 59.0)).reasons[0]
+    assert "was blocked for 7.5 s, 59 s ago" in health_of_shards(blocked=(7.5, 59.0)).reasons[0]
     assert health_of_shards(blocked=(7.5, BLOCKED_FOR + 1)).reasons == ()
 
 
-def test_no_process_works_is_not_reported_by_a_process_that_runs() -> None:
+def test_a_running_process_does_not_report_that_no_process_works() -> None:
     lonely = tables(handler(), instances=[])
 
     assert health_of_shards(local(in_running=True), tables=lonely).status == "ok"
     stopped = health_of_shards(phase="stopped", tables=lonely)
-    assert (stopped.status, stopped.reasons[0]) == ("down", "No process works: events and notifications wait.")
+    assert (stopped.status, stopped.reasons[0]) == (
+        "down",
+        "No process is running: events and notifications are waiting.",
+    )
 
 
-def test_what_the_process_knows_of_a_shard_takes_precedence() -> None:
+def test_facts_of_the_process_about_a_shard_take_precedence() -> None:
     assert health_of_shards(tables=tables(schema="the table operations is missing")).reasons == ()
     refused = health_of_shards(tables=tables(error="refused"))
     assert (refused.status, refused.reasons) == (
-        "degraded", ("faults in the tables are not known, because refused (shard 'first')",),
+        "degraded", ("could not check the tables: refused (shard 'first')",),
     )  # fmt: skip
 
 
-def test_health_without_facts_about_the_tables_is_degraded_and_says_so_unless_a_shard_is_the_reason() -> None:
+def test_missing_table_facts_degrade_health_unless_a_shard_is_the_reason() -> None:
     unknown = "the overview was not read within 1 s"
 
     health = health_of_shards(tables_unknown=unknown)
 
     assert (health.status, health.ready) == ("degraded", True)
-    assert health.reasons == ("faults in the tables are not known, because the overview was not read within 1 s",)
+    assert health.reasons == ("could not check the tables: the overview was not read within 1 s",)
     gone = health_of_shards(local(answered=NOW - REACHED_WITHIN - 1), tables_unknown=unknown)
     assert gone.reasons == ("shard 'first' cannot be reached",)
 
@@ -214,7 +217,7 @@ def test_stuck_runs_and_open_circuit_breakers_are_reported_once() -> None:
 
     reported = health_of_shards(stuck, tables=tables(handler(), instances=[worker]))
     assert reported.reasons == ("1 run of `ship` is stuck in process host-a:7.",)
-    assert health_of_shards(stuck).reasons == ("1 notifications have a run that ignores its cancellation",)
-    assert health_of_shards(local(resting={"ship": "no mail server"})).reasons == (
-        "handler 'ship' rests, because a service is unavailable: no mail server",
+    assert health_of_shards(stuck).reasons == ("1 run is stuck in this process",)
+    assert health_of_shards(local(open_circuits={"ship": "no mail server"})).reasons == (
+        "circuit breaker of handler 'ship' is open: no mail server",
     )

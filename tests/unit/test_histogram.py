@@ -1,4 +1,4 @@
-"""Histograms: which bucket a value belongs to, and the percentile that buckets tell."""
+"""Histograms: the bucket of a value, and percentiles computed from buckets."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from outboxio.statistics.handlers import HandlerStatistics
 
 
 @pytest.mark.parametrize("bounds", [DURATIONS, LAGS])
-def test_there_are_sixteen_rising_bounds_because_the_counts_are_stored(bounds: tuple[float, ...]) -> None:
+def test_there_are_sixteen_ascending_bounds_because_the_counts_are_stored(bounds: tuple[float, ...]) -> None:
     assert len(bounds) == 16
     assert sorted(set(bounds)) == list(bounds)
 
 
 @pytest.mark.parametrize("bounds", [DURATIONS, LAGS])
-def test_a_value_at_a_bound_belongs_below_it_and_a_value_above_all_bounds_in_the_last_bucket(
+def test_a_value_at_a_bound_belongs_to_the_bucket_below_it(
     bounds: tuple[float, ...],
 ) -> None:
     histogram = Histogram(bounds)
@@ -31,7 +31,7 @@ def test_a_value_at_a_bound_belongs_below_it_and_a_value_above_all_bounds_in_the
     assert histogram.seconds == pytest.approx(sum(bounds) + bounds[-1] + 1)
 
 
-def test_a_percentile_is_the_upper_bound_of_the_bucket_that_holds_it() -> None:
+def test_a_percentile_is_the_upper_bound_of_its_bucket() -> None:
     histogram = Histogram(DURATIONS)
     for _ in range(95):
         histogram.add(0.02)
@@ -44,7 +44,7 @@ def test_a_percentile_is_the_upper_bound_of_the_bucket_that_holds_it() -> None:
     assert histogram.percentile(1.0) == 5.0
 
 
-def test_without_values_there_is_no_percentile_and_above_all_bounds_it_is_infinite() -> None:
+def test_percentiles_are_absent_without_values_and_infinite_above_all_bounds() -> None:
     assert percentile(DURATIONS, [0] * 17, 0.95) is None
     assert percentile(DURATIONS, [0] * 16 + [1], 0.95) == float("inf")
 
@@ -58,7 +58,7 @@ def test_buckets_of_processes_are_added_up() -> None:
 
 
 @pytest.mark.parametrize("micros", [-5, 0, 999, 1000, 1001, 5000, 5001, 4_999_999, 60_000_000, 300_000_001, 10**11])
-def test_the_end_of_a_run_counts_as_the_histograms_do(micros: int) -> None:
+def test_the_end_of_a_run_is_counted_like_the_histograms(micros: int) -> None:
     run = Outcome(UUID(int=1), NO_LEASE, State.SUCCEEDED, 1)
     statistics, durations, lags = HandlerStatistics(), Histogram(DURATIONS), Histogram(LAGS)
     statistics.ended(run, micros, max(0, micros) / 1e6)

@@ -1,4 +1,4 @@
-"""Hook runs: a few at a time, and beside the handlers."""
+"""Hook runs: a few at a time, concurrently with the handlers."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ pytestmark = pytest.mark.virtual_time
 async def hook(envelope: object, error: object) -> None: ...
 
 
-async def test_hooks_run_while_there_are_transactions_and_the_rest_follows() -> None:
-    inside, most, goes_on = 0, 0, asyncio.Event()
+async def test_hooks_run_up_to_the_transaction_limit_and_then_the_rest() -> None:
+    inside, most, resumed = 0, 0, asyncio.Event()
 
-    async def tell(run: Any) -> None:
+    async def notify(run: Any) -> None:
         nonlocal inside, most
         inside += 1
         most = max(most, inside)
-        await goes_on.wait()
+        await resumed.wait()
         inside -= 1
 
-    parts = Parts(queue_of(function=tell, on_dead=hook))
+    parts = Parts(queue_of(function=notify, on_dead=hook))
     parts.take(*(row_of(number, state=DYING) for number in range(1, 11)))
     await eventually(lambda: most == 4)
-    goes_on.set()
+    resumed.set()
     await parts.quiet()
     assert (most, parts.state.hooks, parts.state.ready) == (4, 0, 0)
     await parts.close()
 
 
-async def test_no_hook_starts_without_a_proof_of_the_locks() -> None:
+async def test_no_hook_starts_without_a_lock_proof() -> None:
     parts = Parts(queue_of(on_dead=hook))
     parts.state.proven_until = float("-inf")
     parts.take(row_of(1, state=DYING))
@@ -48,18 +48,18 @@ async def test_no_hook_starts_without_a_proof_of_the_locks() -> None:
     await parts.close()
 
 
-async def test_a_stuck_hook_leaves_its_place_and_keeps_its_transaction() -> None:
+async def test_a_stuck_hook_frees_its_slot_and_keeps_its_transaction() -> None:
     lets_go = asyncio.Event()
 
-    async def tell(run: Any) -> None:
-        run.queue.starts_now(run, asyncio.get_running_loop().time())  # as with a connection in hand
+    async def notify(run: Any) -> None:
+        run.queue.starts_now(run, asyncio.get_running_loop().time())  # as if it held a connection
         while run.notification.id.int <= 4 and not lets_go.is_set():
             try:
                 await lets_go.wait()
             except asyncio.CancelledError:
                 continue
 
-    parts = Parts(queue_of(function=tell, on_dead=hook, timeout="50ms"))
+    parts = Parts(queue_of(function=notify, on_dead=hook, timeout="50ms"))
     parts.take(*(row_of(number, state=DYING) for number in range(1, 6)))
     await eventually(lambda: parts.state.counters.stuck == 4)
     assert parts.state.hooks == 0, "the fifth waits for a transaction"

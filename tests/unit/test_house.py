@@ -1,4 +1,4 @@
-"""Files, classes and functions stay small enough to be read; a table lists the rest.
+"""Files, classes and functions stay small enough to be read; a table lists the exceptions.
 
 A size in the table can only go down. The table is printed by ``python -m tests.kit.house``.
 """
@@ -15,15 +15,15 @@ MOST_FILES = 20  # of a folder of the package, without __init__.py
 ABOVE: dict[tuple[str, str], int] = {}
 
 
-def test_nothing_is_larger_than_its_limit_or_than_it_was() -> None:
+def test_nothing_exceeds_its_limit_or_its_former_size() -> None:
     assert {where: size for where, size in above().items() if size > ABOVE.get(where, LIMITS[where[0]])} == {}
 
 
-def test_the_table_lists_nothing_that_is_below_its_limit_now() -> None:
+def test_the_table_lists_nothing_that_is_below_its_limit() -> None:
     assert set(ABOVE) - set(above()) == set()
 
 
-def test_no_top_folder_has_more_files_than_a_reader_takes_in_at_once() -> None:
+def test_no_top_level_folder_has_too_many_files() -> None:
     folders = Counter(
         path.parent.relative_to(ROOT)
         for path in modules()

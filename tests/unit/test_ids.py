@@ -12,7 +12,7 @@ from outboxio.support.ids import uuid7
 RANDOM = (1 << 62) - 1
 
 
-def test_an_id_is_a_uuid7_of_the_present_moment() -> None:
+def test_an_id_is_a_uuid7_of_the_current_time() -> None:
     before = time.time_ns() // 1_000_000
     made = uuid7()
     after = time.time_ns() // 1_000_000
@@ -20,13 +20,13 @@ def test_an_id_is_a_uuid7_of_the_present_moment() -> None:
     assert before <= made.int >> 80 <= after
 
 
-def test_ids_are_distinct_and_sort_by_the_moment_at_which_they_were_made() -> None:
+def test_ids_are_distinct_and_sort_by_creation_time() -> None:
     ids = []
     for _ in range(5_000):
         ids.append(uuid7())
-        # Their order is that of quarters of a microsecond.
-        moment = time.time_ns()
-        while time.time_ns() - moment < 300:
+        # They are ordered by quarters of a microsecond.
+        started = time.time_ns()
+        while time.time_ns() - started < 300:
             pass
     assert len(set(ids)) == len(ids)
     assert ids == sorted(ids)
@@ -67,7 +67,7 @@ def test_a_forked_process_has_other_ids_than_its_parent() -> None:
     assert of_child.int & RANDOM != of_parent.int & RANDOM
 
 
-def test_when_the_clock_is_set_back_ids_go_on_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ids_stay_ordered_when_the_clock_is_set_back(monkeypatch: pytest.MonkeyPatch) -> None:
     before = [uuid7() for _ in range(100)]
     real = time.time_ns
     monkeypatch.setattr(machine, "time_ns", lambda: real() - 3_600_000_000_000)
@@ -75,9 +75,9 @@ def test_when_the_clock_is_set_back_ids_go_on_in_order(monkeypatch: pytest.Monke
     assert [*before, *after] == sorted({*before, *after})
 
 
-def test_ids_of_one_moment_are_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ids_of_the_same_time_are_ordered(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where the system's clock has ticks of 15 ms."""
-    moment = time.time_ns()
-    monkeypatch.setattr(machine, "time_ns", lambda: moment)
+    started = time.time_ns()
+    monkeypatch.setattr(machine, "time_ns", lambda: started)
     ids = [uuid7() for _ in range(10_000)]
     assert ids == sorted(set(ids))

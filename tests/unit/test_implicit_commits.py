@@ -33,15 +33,15 @@ def session(*, has_run: bool) -> Any:
 
 
 @pytest.mark.parametrize("statement", COMMITTING)
-def test_a_statement_that_commits_is_told_where_something_was_written_before(statement: str) -> None:
+def test_an_implicit_commit_is_detected_after_a_write(statement: str) -> None:
     assert session(has_run=True).would_end(statement) is not None
     assert session(has_run=False).would_end(statement) is None
 
 
 @pytest.mark.parametrize("statement", HARMLESS)
-def test_a_statement_that_commits_nothing_is_let_through(statement: str) -> None:
+def test_a_statement_without_an_implicit_commit_is_accepted(statement: str) -> None:
     assert session(has_run=True).would_end(statement) is None
 
 
-def test_comments_without_end_do_not_take_for_ever() -> None:
+def test_unterminated_comments_are_scanned_in_bounded_time() -> None:
     assert session(has_run=True).would_end("/* a */ -- b\n" * 5000 + "/*") is None

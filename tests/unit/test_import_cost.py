@@ -1,4 +1,4 @@
-"""``import outboxio`` loads what an application needs to write events, and the rest when it is first used."""
+"""``import outboxio`` loads only what is needed to write events; everything else is loaded on first use."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def loaded_by(code: str) -> set[str]:
 
 
 @pytest.mark.parametrize("code", ["import outboxio", "from outboxio import Action, Event, Outbox, Settings"])
-def test_importing_loads_no_part_for_operators_or_for_running(code: str) -> None:
+def test_importing_loads_no_modules_for_operators_or_for_running(code: str) -> None:
     assert loaded_by(code).isdisjoint(NOT_YET)
 
 
-def test_writing_an_event_loads_no_part_for_operators_or_for_running() -> None:
+def test_writing_an_event_loads_no_modules_for_operators_or_for_running() -> None:
     code = """
 import asyncio
 from outboxio import Event, Outbox

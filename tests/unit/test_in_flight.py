@@ -10,7 +10,7 @@ from outboxio.model.notification import Handoff
 from tests.kit.dispatching import Parts, queue_of
 
 
-async def test_a_cursor_knows_how_many_of_its_rows_are_in_flight() -> None:
+async def test_a_cursor_counts_its_rows_in_flight() -> None:
     parts = Parts(queue_of())
     first, second = parts.in_flight_run(1), parts.in_flight_run(2)
     assert (parts.cursor().in_flight, parts.in_flight.count(Slot("h")), parts.in_flight.count(Slot("other"))) == (
@@ -32,16 +32,16 @@ async def test_a_row_whose_lock_was_lost_is_forgotten_without_its_cursor() -> No
     assert parts.in_flight.rows == {}
 
 
-async def test_only_while_rows_are_read_it_is_noted_which_rows_were_settled() -> None:
+async def test_settled_rows_are_recorded_only_during_a_read() -> None:
     parts = Parts(queue_of())
-    before, meanwhile = parts.in_flight_run(1), parts.in_flight_run(2)
+    before, during = parts.in_flight_run(1), parts.in_flight_run(2)
     parts.in_flight.release(before)
     async with parts.state.finding:
-        parts.in_flight.release(meanwhile)
-    assert parts.in_flight.settled_meanwhile == {meanwhile.notification.id}
+        parts.in_flight.release(during)
+    assert parts.in_flight.settled_during_read == {during.notification.id}
 
 
-async def test_a_handoff_hears_of_rows_that_were_settled_during_its_round() -> None:
+async def test_a_handoff_sees_rows_that_were_settled_during_its_round() -> None:
     parts = Parts(queue_of())
     handoff: Any = Handoff(["h"], 10, lambda handoff, rows: 0, lambda handoff: None)
     parts.in_flight.handoff = handoff
@@ -50,7 +50,7 @@ async def test_a_handoff_hears_of_rows_that_were_settled_during_its_round() -> N
     assert handoff.settled == {run.notification.id}
 
 
-async def test_a_row_that_leaves_lets_its_ordering_key_move() -> None:
+async def test_a_leaving_row_allows_its_ordering_key_to_move() -> None:
     parts = Parts(queue_of("ledger", ordered=True), queue_of("plain"))
     ordered, plain = parts.in_flight_run(1, "ledger"), parts.in_flight_run(2, "plain")
     ordered.key = plain.key = "a"

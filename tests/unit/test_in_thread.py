@@ -1,4 +1,4 @@
-"""A plain function in a thread: its result, its error, its context, and a cancellation that it cannot feel."""
+"""A plain function in a thread: its result, its error, its context, and a cancellation that cannot interrupt it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ name: ContextVar[str] = ContextVar("name", default="nobody's")
 
 @pytest.fixture
 async def gate() -> AsyncIterator[threading.Event]:
-    """Lets the functions of a test end, at its end at the latest."""
+    """Releases the functions of a test, at the end of the test at the latest."""
     event = threading.Event()
     yield event
     event.set()
@@ -30,11 +30,11 @@ def in_thread(function: Callable[[Any], Any]) -> InThread:
     return InThread(function, "first")
 
 
-async def begun(started: threading.Event) -> None:
+async def wait_for_start(started: threading.Event) -> None:
     await eventually(started.is_set)
 
 
-async def test_a_function_runs_in_another_thread_with_the_context_of_its_call() -> None:
+async def test_a_function_runs_in_another_thread_with_the_callers_context() -> None:
     name.set("ada's")
 
     def function(argument: int) -> tuple[int, str, int]:
@@ -50,7 +50,7 @@ async def test_a_function_runs_in_another_thread_with_the_context_of_its_call() 
 
 
 @pytest.mark.parametrize("error", [ValueError("no"), SystemExit(3), KeyboardInterrupt(), GeneratorExit()], ids=repr)
-async def test_an_error_of_any_class_reaches_the_caller_and_ends_no_event_loop(error: BaseException) -> None:
+async def test_an_error_of_any_class_reaches_the_caller(error: BaseException) -> None:
     def function(argument: int) -> None:
         raise error
 
@@ -65,7 +65,7 @@ async def test_a_function_that_raises_stop_iteration_has_failed() -> None:
         await in_thread(lambda argument: next(iter(())))(1)
 
 
-async def test_more_functions_run_at_once_than_the_default_limiter_of_anyio_has_threads(gate: threading.Event) -> None:
+async def test_concurrent_functions_may_exceed_the_default_limit_of_anyio(gate: threading.Event) -> None:
     all_here = threading.Barrier(51)
     call = in_thread(lambda argument: all_here.wait(10))
     async with asyncio.TaskGroup() as group:
@@ -84,7 +84,7 @@ async def test_a_cancelled_call_ends_when_its_function_ends(gate: threading.Even
         return "all done"
 
     call = asyncio.create_task(in_thread(function)(1))
-    await begun(started)
+    await wait_for_start(started)
     for _ in range(3):
         call.cancel()
         done, _ = await asyncio.wait({call}, timeout=0.01)
@@ -95,7 +95,7 @@ async def test_a_cancelled_call_ends_when_its_function_ends(gate: threading.Even
 
 
 @pytest.mark.real_time("a function polls in a thread")
-async def test_a_function_can_ask_whether_its_run_is_cancelled() -> None:
+async def test_a_function_can_check_whether_its_run_is_cancelled() -> None:
     started = threading.Event()
 
     def function(argument: int) -> None:
@@ -105,14 +105,14 @@ async def test_a_function_can_ask_whether_its_run_is_cancelled() -> None:
             time.sleep(0.001)
 
     call = asyncio.create_task(in_thread(function)(1))
-    await begun(started)
+    await wait_for_start(started)
     call.cancel()
 
     with pytest.raises(asyncio.CancelledError):
         await call
 
 
-async def test_a_call_that_is_cancelled_before_a_thread_is_there_does_not_call_the_function() -> None:
+async def test_a_call_cancelled_before_its_thread_starts_calls_no_function() -> None:
     called: list[int] = []
     call = asyncio.create_task(in_thread(called.append)(1))
     await asyncio.sleep(0)
@@ -123,7 +123,7 @@ async def test_a_call_that_is_cancelled_before_a_thread_is_there_does_not_call_t
     assert not called
 
 
-async def test_the_end_of_an_event_loop_does_not_wait_for_a_function() -> None:
+async def test_closing_an_event_loop_does_not_wait_for_a_function() -> None:
     gate, started = threading.Event(), threading.Event()
 
     def function(argument: int) -> None:
@@ -132,7 +132,7 @@ async def test_the_end_of_an_event_loop_does_not_wait_for_a_function() -> None:
 
     async def main() -> None:
         task = asyncio.create_task(in_thread(function)(1))
-        await begun(started)
+        await wait_for_start(started)
         assert not task.done()
 
     try:
@@ -152,12 +152,12 @@ async def nothing() -> None: ...
         (lambda argument: asyncio.Future(loop=argument), "Future"),
     ],
 )
-async def test_a_function_that_returns_an_awaitable_has_not_done_its_work(returns: Any, kind: str) -> None:
+async def test_a_function_that_returns_an_awaitable_has_failed(returns: Any, kind: str) -> None:
     with pytest.raises(TypeError, match=rf"handler 'first' is a plain function and returned a _?.*{kind}, which"):
         await in_thread(returns)(asyncio.get_running_loop())
 
 
-async def test_the_stack_of_a_thread_begins_with_the_function(gate: threading.Event) -> None:
+async def test_the_stack_of_a_thread_starts_with_the_function(gate: threading.Event) -> None:
     started = threading.Event()
 
     def waits_for_the_gate(argument: int) -> None:
@@ -166,7 +166,7 @@ async def test_the_stack_of_a_thread_begins_with_the_function(gate: threading.Ev
 
     call = in_thread(waits_for_the_gate)
     task = asyncio.create_task(call(1))
-    await begun(started)
+    await wait_for_start(started)
 
     assert call.stack_of(task)[0].name == "waits_for_the_gate"
     gate.set()

@@ -1,4 +1,4 @@
-"""The lock manager alone: which changes it reports, and when."""
+"""The lock manager in isolation: which changes it reports, and when."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Lock:
     async def release(self, names: Sequence[LockName]) -> None:
         self.released += names
 
-    async def listen(self, heard: Callable[[str], None]) -> None: ...
+    async def listen(self, on_wakeup: Callable[[str], None]) -> None: ...
 
     def when_lost(self, callback: Callable[[], None]) -> None:
         self.lose = callback
@@ -55,7 +55,7 @@ class Lock:
 
 
 class Clock:
-    def correct(self, *moments: datetime) -> None: ...
+    def correct(self, *times: datetime) -> None: ...
 
 
 class Observer:
@@ -72,8 +72,8 @@ class Observer:
         assert self.until == float("-inf") or self.leases[name].held is False
         self.seen.append(f"lost {name.handler_name}")
 
-    def locks_proven_until(self, moment: float) -> None:
-        self.until = moment
+    def locks_proven_until(self, until: float) -> None:
+        self.until = until
 
 
 class Parts:
@@ -83,20 +83,20 @@ class Parts:
         clock: Any = Clock()
         self.manager = LockManager(
             lock, EveryLock([MAIL, BILLS]), clock,
-            heartbeat=heartbeat, observer=self.observer, heard=lambda payload: None, wake=self.wake,
+            heartbeat=heartbeat, observer=self.observer, on_wakeup=lambda payload: None, wake=self.wake,
         )  # fmt: skip
 
 
-async def test_free_locks_are_taken_in_one_round_and_trusted_longer_than_a_heartbeat() -> None:
+async def test_free_locks_are_acquired_in_one_round_and_outlast_a_heartbeat() -> None:
     parts = Parts()
     parts.lock.held_elsewhere = {BILLS}
     assert (await parts.manager.run_once()).found == 1
     assert (parts.manager.holds(MAIL), parts.manager.holds(BILLS)) == (True, False)
-    assert parts.manager.lacking == [BILLS]
+    assert parts.manager.missing == [BILLS]
     assert parts.observer.until > asyncio.get_running_loop().time() + 5.0
 
 
-async def test_the_end_of_the_session_ends_all_trust_before_the_locks_are_reported_as_lost() -> None:
+async def test_a_lost_session_ends_trust_before_the_locks_are_reported_lost() -> None:
     parts = Parts()
     await parts.manager.run_once()
     parts.lock.lose()
@@ -105,7 +105,7 @@ async def test_the_end_of_the_session_ends_all_trust_before_the_locks_are_report
     assert parts.wake.is_set
 
 
-async def test_a_suspected_lock_is_lost_at_once_and_given_back_before_the_next_try() -> None:
+async def test_a_suspect_lock_is_lost_at_once_and_released_before_retrying() -> None:
     parts = Parts()
     await parts.manager.run_once()
     lease = parts.observer.leases[MAIL]
@@ -116,21 +116,23 @@ async def test_a_suspected_lock_is_lost_at_once_and_given_back_before_the_next_t
     await parts.manager.run_once()
     assert parts.lock.released == [MAIL]
     assert parts.manager.holds(MAIL)
-    assert lease.term == 2, "no other process held the lock in between, so the lease goes on"
+    assert lease.term == 2, "no other process held the lock in between, so the lease continues"
 
 
-async def test_a_heartbeat_that_fails_loses_every_lock_and_wakes_no_round() -> None:
+async def test_a_failed_heartbeat_loses_every_lock_and_wakes_no_round() -> None:
     parts = Parts(heartbeat=0.0)
     await parts.manager.run_once()
     parts.lock.is_broken = True
-    parts.manager._trusted_until = float("inf")  # or the round would take the failure for the end of a silent session
+    parts.manager._trusted_until = float(
+        "inf"
+    )  # otherwise the round would treat the failure as the end of a silent session
     with pytest.raises(ConnectionResetError):
         await parts.manager.run_once()
     assert parts.observer.seen[2:] == ["lost mail", "lost bills"]
     assert not parts.wake.is_set
 
 
-async def test_released_locks_are_lost_first_and_given_back_then() -> None:
+async def test_released_locks_are_reported_lost_before_their_release() -> None:
     parts = Parts()
     await parts.manager.run_once()
     await parts.manager.release()
@@ -143,7 +145,7 @@ async def test_released_locks_are_lost_first_and_given_back_then() -> None:
 
 
 class Plan:
-    """A plan whose next moves the test says."""
+    """A plan whose next moves the test sets."""
 
     has_more = True
 
@@ -151,15 +153,15 @@ class Plan:
         self.names = [MAIL, BILLS]
         self.back: list[LockName] = []
         self.tries: list[LockName] = []
-        self.told: list[LockName] = []
+        self.announced: list[LockName] = []
 
     def next_moves(self, held: Collection[LockName]) -> LockMoves:
         return LockMoves(self.back, self.tries)
 
     def taken(self, grants: Mapping[LockName, LockGrant]) -> None: ...
 
-    def given_back(self, names: Collection[LockName]) -> None:
-        self.told += names
+    def released(self, names: Collection[LockName]) -> None:
+        self.announced += names
 
 
 def planned() -> tuple[Parts, Plan]:
@@ -168,28 +170,28 @@ def planned() -> tuple[Parts, Plan]:
     return parts, plan
 
 
-async def test_only_the_locks_of_the_plan_are_tried() -> None:
+async def test_only_planned_locks_are_tried() -> None:
     parts, plan = planned()
     plan.tries = [BILLS]
     assert (await parts.manager.run_once()).more, "the plan may have further moves now"
     assert parts.observer.seen == ["taken bills"]
-    assert (parts.manager.lacking, parts.manager.not_held) == ([MAIL], [MAIL])
+    assert (parts.manager.missing, parts.manager.not_held) == ([MAIL], [MAIL])
 
 
-async def test_a_lock_is_reported_as_lost_before_the_lock_is_given_back_and_others_hear_of_it_after() -> None:
+async def test_a_lock_is_reported_lost_before_its_release_and_announced_after() -> None:
     parts, plan = planned()
     plan.tries = [MAIL, BILLS]
     await parts.manager.run_once()
 
     async def release(names: Sequence[LockName]) -> None:
         assert parts.observer.seen[-1] == "lost mail"
-        assert plan.told == []
+        assert plan.announced == []
         parts.lock.released += names
 
     parts.lock.release = release  # type: ignore[method-assign]
     plan.tries, plan.back = [], [MAIL]
     await parts.manager.run_once()
 
-    assert parts.lock.released == plan.told == [MAIL]
+    assert parts.lock.released == plan.announced == [MAIL]
     assert not parts.manager.holds(MAIL)
-    assert parts.manager.holds(BILLS), "the trust in all further locks goes on"
+    assert parts.manager.holds(BILLS), "the other locks are still trusted"

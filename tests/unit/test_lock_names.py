@@ -15,13 +15,13 @@ def every_name(alphabet: list[str]) -> list[LockName]:
 AWKWARD = ["a", "b", "a/b", "/", "a/", "/a", "a/dispatch", "dispatch/a", "fanout", "a/fanout", "a/dispatch/b", "A", "à"]
 
 
-def test_every_lock_has_a_lease_a_key_and_a_text_of_its_own() -> None:
+def test_every_lock_has_its_own_lease_key_and_text() -> None:
     names = every_name([*AWKWARD, "x" * 255, "x" * 254 + "y", "😀" * 255])
     for of in (lambda n: n.lease, lambda n: n.key, lambda n: n.text, lambda n: n.digest):
         assert len({of(name) for name in names}) == len(names)
 
 
-def test_they_fit_where_they_go() -> None:
+def test_lock_names_fit_their_columns() -> None:
     for name in every_name(["a", "x" * 255, "😀" * 255]):
         assert len(name.lease) <= 255
         assert -(2**63) <= name.key < 2**63
@@ -29,14 +29,14 @@ def test_they_fit_where_they_go() -> None:
         assert name.text.isascii()
 
 
-def test_a_lease_reads_as_what_it_is() -> None:
+def test_a_lease_name_is_readable() -> None:
     assert LockName("wallets", "fanout").lease == "wallets/fanout"
     assert LockName("wallets", "dispatch", "deposit-receipt").lease == "wallets/dispatch/deposit-receipt"
     assert LockName("wallets", "dispatch", "x" * 255).lease.startswith("wallets/dispatch/xxx")
 
 
-def test_names_stay_the_same_from_one_version_to_the_next() -> None:
-    """During a rolling deploy old and new instances must mean the same lock."""
+def test_lock_names_do_not_change_between_versions() -> None:
+    """During a rolling deploy old and new instances must use the same lock."""
     name = LockName("wallets", "dispatch", "deposit-receipt")
     assert name.key == -7081025485438255801
     assert name.text == "outboxio-9dbb24d67ef6fd47477902f72d21f5ae8db64574650820b4"

@@ -1,4 +1,4 @@
-"""The log: every entry is a single line, no foreign text adds a line, and no entry shows a value of a payload."""
+"""The log: every entry is a single line, external text cannot add lines, and no entry shows a payload value."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 import outboxio
 from outboxio import InvalidEvent
 from outboxio.support.codec import encode_object
-from outboxio.support.log import LONGEST_SHOWN, Log, log_of, log_text, place_of
+from outboxio.support.log import MAX_SHOWN, Log, location_of, log_of, log_text
 from tests.kit.hostile import DESCRIBED_BADLY, name_of
 from tests.kit.sources import modules, text_of
 
@@ -45,20 +45,20 @@ def entries() -> Iterator[list[str]]:
         target.removeHandler(handler)
 
 
-@pytest.mark.parametrize("piece", BREAKS, ids=ascii)
-def test_no_text_in_an_entry_writes_a_line_of_its_own(piece: str, entries: list[str]) -> None:
+@pytest.mark.parametrize("line_break", BREAKS, ids=ascii)
+def test_no_text_in_a_log_entry_adds_a_line(line_break: str, entries: list[str]) -> None:
     class Multiline(Exception):
         def __repr__(self) -> str:
-            return f"one{piece}two"
+            return f"one{line_break}two"
 
-    logger.warning("%s %r %s", f"a{piece}name", f"a{piece}name", Multiline())
+    logger.warning("%s %r %s", f"a{line_break}name", f"a{line_break}name", Multiline())
 
     (entry,) = entries
     assert len(entry.splitlines()) == 1
     assert entry.isprintable()
 
 
-def test_a_text_without_anything_odd_is_as_it_was(entries: list[str]) -> None:
+def test_a_plain_text_is_unchanged(entries: list[str]) -> None:
     logger.warning("%r of %s, %d times in %.1f s: %s", "h", "größe 日本", 3, 1.5, ValueError("no"))
 
     assert entries == ["WARNING 'h' of größe 日本, 3 times in 1.5 s: ValueError('no')"]
@@ -69,12 +69,12 @@ def test_every_error_can_be_logged_with_its_stack(make: Callable[[], BaseExcepti
     try:
         raise make()
     except BaseException as error:
-        logger.error("it failed with %s at %s", error, place_of(error), exc_info=error)
+        logger.error("it failed with %s at %s", error, location_of(error), exc_info=error)
 
     assert entries[0].startswith("ERROR it failed with ")
 
 
-def test_a_stack_has_no_text_of_an_error_in_it_that_could_be_a_line(entries: list[str]) -> None:
+def test_the_text_of_an_error_adds_no_line_to_its_stack(entries: list[str]) -> None:
     try:
         try:
             raise LookupError(f"cause{FORGED}")
@@ -88,19 +88,21 @@ def test_a_stack_has_no_text_of_an_error_in_it_that_could_be_a_line(entries: lis
     (entry,) = entries
     lines = entry.splitlines()
     assert not any(line.startswith("2030-01-01") for line in lines)
-    assert sum("test_a_stack_has_no_text" in line for line in lines) == 2  # the stack of the error, and of its cause
+    assert (
+        sum("test_the_text_of_an_error_adds" in line for line in lines) == 2
+    )  # the stack of the error, and of its cause
     assert any("RuntimeError('text" in line for line in lines)
 
 
-def test_an_entry_says_which_line_of_the_source_made_it(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_entry_names_its_source_line(caplog: pytest.LogCaptureFixture) -> None:
     logger.warning("here")
 
     (record,) = caplog.records
-    assert (record.pathname, record.funcName) == (__file__, "test_an_entry_says_which_line_of_the_source_made_it")
+    assert (record.pathname, record.funcName) == (__file__, "test_an_entry_names_its_source_line")
     assert record.name == "outboxio.test_log"
 
 
-def test_what_nobody_wants_to_see_is_not_even_looked_at(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_disabled_log_level_formats_nothing(caplog: pytest.LogCaptureFixture) -> None:
     class Dear(Exception):
         def __repr__(self) -> str:
             raise AssertionError
@@ -111,8 +113,8 @@ def test_what_nobody_wants_to_see_is_not_even_looked_at(caplog: pytest.LogCaptur
     assert caplog.records == []
 
 
-@pytest.mark.usefixtures("in_process")  # whoever imports sentry_sdk first sets up its log
-def test_every_logger_of_the_package_makes_its_entries_safe() -> None:
+@pytest.mark.usefixtures("in_process")  # the first import of sentry_sdk sets up its log
+def test_every_logger_of_the_package_sanitizes_its_entries() -> None:
     for module in pkgutil.walk_packages(outboxio.__path__, "outboxio."):
         if module.name.startswith("outboxio.cli"):
             continue
@@ -180,13 +182,11 @@ def refusal(document: object, kind: Any) -> BaseException:
         ({"short": CARD}, Closed, "Expected `str` of length <= 3 - at `$.short`"),
         ({"code": CARD}, Closed, "Expected `str` matching regex"),
         ({"choice": CARD}, Closed, "Expected `bool`, got `str` - at `$.choice`"),
-        ({"card": CARD}, Checked, "refused by a check of its class"),
-        ([{"card": CARD}], list[Checked], "refused by a check of its class - at `$[0]`"),
+        ({"card": CARD}, Checked, "rejected by a validator of its class"),
+        ([{"card": CARD}], list[Checked], "rejected by a validator of its class - at `$[0]`"),
     ],
 )
-def test_what_does_not_decode_is_told_by_place_and_expectation_and_not_by_its_value(
-    document: object, kind: Any, says: str
-) -> None:
+def test_a_decoding_error_names_path_and_type_but_no_value(document: object, kind: Any, says: str) -> None:
     error = refusal(document, kind)
 
     assert says in log_text(error)
@@ -194,7 +194,7 @@ def test_what_does_not_decode_is_told_by_place_and_expectation_and_not_by_its_va
     assert log_text(error).startswith("ValidationError(")
 
 
-def test_text_that_is_no_unicode_is_not_quoted_whole() -> None:
+def test_text_that_is_not_valid_unicode_is_truncated() -> None:
     with pytest.raises(UnicodeEncodeError) as refused:
         f"{CARD}\ud800".encode()
 
@@ -204,7 +204,7 @@ def test_text_that_is_no_unicode_is_not_quoted_whole() -> None:
 
 
 @pytest.mark.parametrize("value", [{"card": f"{CARD}\0"}, {f"{CARD}\0": 1}, [CARD], CARD, {CARD: float("nan")}])
-def test_what_cannot_be_stored_is_not_quoted_in_the_log_and_is_in_the_error(value: object) -> None:
+def test_a_value_that_cannot_be_stored_is_not_logged(value: object) -> None:
     with pytest.raises(InvalidEvent) as refused:
         encode_object(value, "event Paid", stores_nul=False)
 
@@ -213,12 +213,12 @@ def test_what_cannot_be_stored_is_not_quoted_in_the_log_and_is_in_the_error(valu
     assert log_text(refused.value).startswith("InvalidEvent('event Paid: ")
 
 
-def test_an_endless_error_is_cut() -> None:
-    assert len(log_text(ValueError("\n" * 10_000_000))) == LONGEST_SHOWN
-    assert len(log_text(ValueError("x" * 10_000_000))) == LONGEST_SHOWN
+def test_an_overlong_error_is_truncated() -> None:
+    assert len(log_text(ValueError("\n" * 10_000_000))) == MAX_SHOWN
+    assert len(log_text(ValueError("x" * 10_000_000))) == MAX_SHOWN
 
 
-def test_an_error_that_refuses_to_say_anything_is_named_on_one_line() -> None:
+def test_an_error_whose_str_fails_is_named_on_one_line() -> None:
     odd = type(f"Odd{FORGED}", (Exception,), {"__repr__": lambda self: 1 / 0})
 
     assert log_text(odd()).startswith("<unprintable tests.unit.test_log.Odd")

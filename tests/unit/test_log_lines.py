@@ -21,7 +21,7 @@ async def pay(envelope: EventEnvelope[Any]) -> None:
     raise ValueError("no money")
 
 
-async def test_a_line_break_in_a_source_or_an_id_begins_no_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_line_break_in_an_external_name_adds_no_log_line(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "outboxio")
     async with memory_outbox() as outbox:
         outbox.handler(Paid, name="pay")(pay)
@@ -34,12 +34,12 @@ async def test_a_line_break_in_a_source_or_an_id_begins_no_line_in_the_log(caplo
             assert getattr(answer, "status", answer) is Received.CONFLICT
         await outbox.drain()
 
-    told = [record.getMessage() for record in caplog.records]
-    assert len([text for text in told if "delivered something else" in text]) == 2
-    assert [text for text in told if not text.isprintable()] == []
+    messages = [record.getMessage() for record in caplog.records]
+    assert len([text for text in messages if "different payload" in text]) == 2
+    assert [text for text in messages if not text.isprintable()] == []
 
 
-async def test_nor_does_it_in_the_errors_that_an_application_logs() -> None:
+async def test_a_line_break_in_a_user_error_adds_no_log_line() -> None:
     async with memory_outbox() as outbox:
         outbox.handler(Paid, name="pay")(pay)
         with pytest.raises(InvalidEvent) as refused:

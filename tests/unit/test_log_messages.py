@@ -32,6 +32,9 @@ def test_the_scan_sees_the_messages() -> None:
     found = {message.text: message for message in messages()}
 
     failure = found["handler %r failed for event %s (attempt %d, now %s): %s"]
-    assert (failure.logger, failure.levels) == ("outboxio.runs.judge", "INFO, WARNING, ERROR")
+    assert (failure.logger, failure.levels) == ("outboxio.runs.failure_classifier", "INFO, WARNING, ERROR")
     assert set(failure.fields) == {RUN, "state", "error_type"}
-    assert found["stopping: running handlers have %s to finish; signal again to leave at once"].levels == "INFO"
+    assert (
+        found["stopping: running handlers have %s to finish; send the signal again to exit immediately"].levels
+        == "INFO"
+    )

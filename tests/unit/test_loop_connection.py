@@ -1,4 +1,4 @@
-"""When the connection of a loop is given up, and which connections become suspect then."""
+"""When the connection of a loop is dropped, and which other connections become suspect."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from outboxio.loops.owner import EventLoopGuard
-from outboxio.storage.connections.loop_connection import MOST_FAILURES, BaseLoopConnection, LoopSource, OnlyReads
+from outboxio.storage.connections.loop_connection import MAX_FAILURES, BaseLoopConnection, LoopSource, ServerIsReadOnly
 
 
 class Wire:
@@ -26,24 +26,24 @@ class Unavailable(Exception):
 
 
 class Others:
-    """Stands for the connections beside this one, and records their messages."""
+    """Stands for the other connections, and records the calls."""
 
     def __init__(self) -> None:
-        self.told: list[str] = []
+        self.events: list[str] = []
 
     def opened(self) -> None:
-        self.told.append("opened")
+        self.events.append("opened")
 
     def unanswered(self) -> None:
-        self.told.append("unanswered")
+        self.events.append("unanswered")
 
-    def does_not_write(self, error: Exception, *, gives_up: bool) -> Exception:
-        self.told.append("gives up" if gives_up else "tries again")
+    def not_writable(self, error: Exception, *, is_final: bool) -> Exception:
+        self.events.append("final failure" if is_final else "failure")
         return Unavailable(str(error))
 
 
 class LoopConnection(BaseLoopConnection):
-    """A connection of no dialect."""
+    """A connection without a dialect."""
 
     def __init__(self) -> None:
         self.wires: list[Wire] = []
@@ -61,7 +61,7 @@ class LoopConnection(BaseLoopConnection):
 
     async def prepare(self, connection: Wire) -> None:
         if self.leads_to_standby:
-            raise OnlyReads("a standby")
+            raise ServerIsReadOnly("a standby")
 
     async def restore(self, connection: Wire) -> None: ...
 
@@ -91,60 +91,60 @@ async def fails(dedicated: LoopConnection, times: int) -> None:
             await dedicated.use(raising(ValueError("whatever")))
 
 
-async def test_a_connection_survives_a_failure_that_says_nothing_about_it() -> None:
+async def test_a_connection_survives_an_unrelated_failure() -> None:
     dedicated = LoopConnection()
     for _ in range(3):
-        await fails(dedicated, MOST_FAILURES - 1)
+        await fails(dedicated, MAX_FAILURES - 1)
         await dedicated.use(works)
 
     assert len(dedicated.wires) == 1
-    assert dedicated.others.told == ["opened"]
+    assert dedicated.others.events == ["opened"]
 
 
-async def test_after_some_failures_in_a_row_another_connection_is_tried_whatever_the_error() -> None:
+async def test_repeated_failures_replace_the_connection() -> None:
     dedicated = LoopConnection()
-    await fails(dedicated, MOST_FAILURES + 1)
+    await fails(dedicated, MAX_FAILURES + 1)
     assert len(dedicated.wires) == 2
 
-    await fails(dedicated, MOST_FAILURES - 1)
+    await fails(dedicated, MAX_FAILURES - 1)
     await dedicated.use(works)
     assert len(dedicated.wires) == 3
 
 
-async def test_a_connection_on_which_nothing_was_answered_is_not_used_again() -> None:
+async def test_a_timeout_replaces_the_connection() -> None:
     dedicated = LoopConnection()
     with pytest.raises(TimeoutError):
         await dedicated.use(raising(TimeoutError()))
 
     assert dedicated.wires[0].is_closed
-    assert dedicated.others.told == ["opened", "unanswered"]
+    assert dedicated.others.events == ["opened", "unanswered"]
 
 
-async def test_a_connection_to_a_server_that_does_not_write_is_not_used_again() -> None:
+async def test_a_connection_to_a_read_only_server_is_replaced() -> None:
     dedicated = LoopConnection()
     with pytest.raises(Unavailable, match="read-only") as caught:
         await dedicated.use(raising(RefusedToWrite("read-only")))
 
     assert isinstance(caught.value.__cause__, RefusedToWrite)
     assert dedicated.wires[0].is_closed
-    assert dedicated.others.told == ["opened", "gives up"]
+    assert dedicated.others.events == ["opened", "final failure"]
 
 
-async def test_the_locks_are_left_to_others_where_no_new_connection_leads_to_a_server_that_writes() -> None:
+async def test_locks_are_released_if_every_new_connection_is_read_only() -> None:
     dedicated = LoopConnection()
     dedicated.leads_to_standby = True
-    for _ in range(MOST_FAILURES):
-        assert "gives up" not in dedicated.others.told
+    for _ in range(MAX_FAILURES):
+        assert "final failure" not in dedicated.others.events
         with pytest.raises(Unavailable, match="a standby"):
             await dedicated.ready()
 
-    assert dedicated.others.told == ["tries again"] * (MOST_FAILURES - 1) + ["gives up"]
+    assert dedicated.others.events == ["failure"] * (MAX_FAILURES - 1) + ["final failure"]
     dedicated.leads_to_standby = False
     await dedicated.use(works)
     assert all(wire.is_closed for wire in dedicated.wires[:-1])
 
 
-async def test_a_connection_that_is_in_doubt_ends_with_the_statement_that_runs_on_it() -> None:
+async def test_a_renewed_connection_closes_after_its_running_statement() -> None:
     dedicated = LoopConnection()
 
     async def suspect(wire: Wire) -> None:

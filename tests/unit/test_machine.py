@@ -1,4 +1,4 @@
-"""The engine takes everything that is not deterministic from one module, which a simulation replaces."""
+"""The engine gets everything nondeterministic from one module, which a simulation replaces."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def name_of(path: Path) -> str:
     return path.relative_to(PACKAGE).as_posix()
 
 
-def test_only_the_machine_has_clocks_and_randomness() -> None:
+def test_only_the_machine_module_has_clocks_and_randomness() -> None:
     used = {name_of(path): set(used_in(tree_of(path))) for path in modules()}
     wrong = {name for name, found in used.items() if found and not name.startswith(OUTSIDE)}
     assert wrong == set(OWN)
 
 
 def test_modules_never_keep_a_function_of_the_machine() -> None:
-    """A name that was imported would stay that of the former machine."""
+    """An imported name would keep referring to the former machine."""
     kept = {
         alias.name
         for path in modules()
@@ -127,14 +127,14 @@ def simulated() -> Iterator[Simulated]:
     machine.use(former)
 
 
-def test_another_machine_decides_times_names_and_pauses(simulated: Simulated) -> None:
+def test_another_machine_supplies_times_names_and_pauses(simulated: Simulated) -> None:
     simulated.now = 3_000_000
     assert {utc_now(), steady_now()} == {EPOCH + timedelta(milliseconds=3)}
     assert (uuid7(), jittered(1.0)) == (UUID("00000000-0003-7000-8000-000000000007"), 1.1)
     assert ProcessName().text == "simulated:1:abababab"
 
 
-def test_the_former_machine_comes_back_as_it_was() -> None:
+def test_the_former_machine_is_restored() -> None:
     names = [name for name in vars(machine.Machine) if not name.startswith("_")]
     before = [getattr(machine, name) for name in names]
     simulated = Simulated()
@@ -175,7 +175,7 @@ async def test_sqlite_connections_run_in_the_threads_of_the_machine(simulated: S
             return work(self.connection)
 
     simulated.sqlite_thread = Thread
-    machine.use(simulated)  # once more, because the member is new
+    machine.use(simulated)  # again, because the member is new
     connection = ThreadConnection(lambda: sqlite3.connect(":memory:"))  # a connection of this thread only
     assert await connection.submit(lambda sqlite: sqlite.execute("SELECT 1").fetchone()) == (1,)
     assert connection.run_blocking(lambda sqlite: sqlite.execute("SELECT 2").fetchone()) == (2,)

@@ -20,7 +20,7 @@ HEARTBEAT = timedelta(seconds=5)
 class WatchedShare(PartitionShare):
     def __init__(self) -> None:
         super().__init__("me", spreads_all=False)
-        self.heed(("score",), {"score": PartitionCount("score", 4, 4, NOON)}, 0.0)
+        self.apply(("score",), {"score": PartitionCount("score", 4, 4, NOON)}, 0.0)
         self.seen: set[str] = set()
 
     def see(self, instances: Sequence[Instance], leases: Mapping[Slot, SeenLease], now: float) -> None:
@@ -42,10 +42,10 @@ class Repository:
 
 
 class Control:
-    def is_sick(self, now: float) -> bool:
+    def is_stalled(self, now: float) -> bool:
         return False
 
-    def gave_back(self) -> None: ...
+    def locks_released(self) -> None: ...
 
     async def unowned(self, slots: Sequence[Slot]) -> None: ...
 
@@ -62,7 +62,7 @@ async def test_a_process_is_a_member_for_two_heartbeats() -> None:
     assert await members(alive=NOON - HEARTBEAT, dead=NOON - 3 * HEARTBEAT) == {"alive"}
 
 
-async def test_a_dead_process_is_no_member_after_the_clock_was_set_back() -> None:
+async def test_a_dead_process_stays_out_after_a_backward_clock_change() -> None:
     slightly_ahead, set_back = NOON + HEARTBEAT, NOON + timedelta(hours=1)
 
     assert await members(alive=slightly_ahead, dead=set_back) == {"alive"}

@@ -21,7 +21,7 @@ def run(statistics: ShardStatistics, name: str = "h", *, times: int = 1, seconds
         statistics.of(name).lag.add(0.3)
 
 
-def test_the_runs_of_a_minute_are_a_row_when_the_minute_is_over() -> None:
+def test_the_runs_of_a_finished_minute_become_one_row() -> None:
     statistics = ShardStatistics()
     keeper = MinuteKeeper(statistics)
     run(statistics, times=5)  # before
@@ -47,7 +47,7 @@ def test_a_handler_without_runs_in_a_minute_has_no_row() -> None:
     assert [row.handler_name for row in keeper.over(at(61))] == ["busy"]
 
 
-def test_rows_stay_until_they_are_written_and_are_not_counted_again() -> None:
+def test_rows_stay_until_they_are_written_and_are_not_counted_twice() -> None:
     statistics = ShardStatistics()
     keeper = MinuteKeeper(statistics)
     keeper.begin(at(0))
@@ -62,7 +62,7 @@ def test_rows_stay_until_they_are_written_and_are_not_counted_again() -> None:
     assert keeper.over(at(180)) == []
 
 
-def test_a_row_of_the_present_minute_is_replaced_by_the_row_of_the_whole_minute() -> None:
+def test_the_row_of_the_current_minute_is_replaced_after_the_minute() -> None:
     statistics = ShardStatistics()
     keeper = MinuteKeeper(statistics)
     keeper.begin(at(0))
@@ -77,7 +77,7 @@ def test_a_row_of_the_present_minute_is_replaced_by_the_row_of_the_whole_minute(
     assert whole.succeeded == 2
 
 
-def test_runs_between_two_running_blocks_of_different_minutes_are_in_no_row() -> None:
+def test_runs_between_two_running_blocks_are_in_no_row() -> None:
     statistics = ShardStatistics()
     keeper = MinuteKeeper(statistics)
     keeper.begin(at(0))
@@ -89,7 +89,7 @@ def test_runs_between_two_running_blocks_of_different_minutes_are_in_no_row() ->
     assert [(row.minute_date, row.succeeded) for row in keeper.over(at(3660))] == [(at(3600), 1)]
 
 
-def test_a_clock_that_goes_back_loses_no_run() -> None:
+def test_a_backward_clock_change_loses_no_run() -> None:
     statistics = ShardStatistics()
     keeper = MinuteKeeper(statistics)
     keeper.begin(at(60))
@@ -101,7 +101,7 @@ def test_a_clock_that_goes_back_loses_no_run() -> None:
     assert [row.succeeded for row in [*rows, *keeper.over(at(61))]] == [1, 1]
 
 
-def test_the_memory_of_a_long_outage_is_bounded() -> None:
+def test_memory_is_bounded_during_a_long_outage() -> None:
     statistics = ShardStatistics()
     keeper = MinuteKeeper(statistics)
     keeper.begin(at(0))

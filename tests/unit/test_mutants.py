@@ -1,4 +1,4 @@
-"""Every mutant of the chaos runs applies to the tree: a break that cannot be made is no proof."""
+"""Every mutant of the chaos runs applies to the current source."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PATCHES = sorted(MUTANTS.glob("*.patch"))
 def test_a_mutant_applies_to_the_tree(patch: Path) -> None:
     done = subprocess.run(["git", "apply", "--check", str(patch)], cwd=ROOT, capture_output=True, text=True)
 
-    assert done.returncode == 0, f"write the patch anew against the code as it is now\n{done.stderr}"
+    assert done.returncode == 0, f"update the patch to the current code\n{done.stderr}"
 
 
 def test_every_invariant_has_a_mutant() -> None:

@@ -1,4 +1,4 @@
-"""URLs of MySQL and MariaDB: the parts, and the refusals of URLs that make no sense."""
+"""URLs of MySQL and MariaDB: their parts, and the errors for invalid URLs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ AUTHORITY = ssl.get_default_verify_paths()
         ),
     ],
 )
-def test_a_url_says_where_who_and_what(url: str, expected: dict[str, object]) -> None:
+def test_a_url_has_address_user_and_database(url: str, expected: dict[str, object]) -> None:
     assert connect_arguments("main", url) == expected
 
 
@@ -61,13 +61,13 @@ async def test_a_url_may_name_its_driver(url: str, dialect: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["mysql+pymysql", "mariadb+mysqldb"])
-def test_another_driver_is_refused_with_the_urls_that_are_understood(scheme: str) -> None:
+def test_an_unknown_driver_is_rejected_with_the_supported_urls(scheme: str) -> None:
     with pytest.raises(ConfigurationError, match=re.escape(f"the scheme {scheme!r}")) as caught:
         Outbox(f"{scheme}://host/app", namespace="app")
     assert "mysql://host/database, mariadb://host/database" in str(caught.value)
 
 
-def test_a_driver_that_is_not_installed_is_named_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_driver_is_reported_with_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("database", "driver"):
         monkeypatch.delitem(sys.modules, f"outboxio.storage.mysql.{name}", raising=False)
         monkeypatch.delattr(f"outboxio.storage.mysql.{name}", raising=False)
@@ -77,27 +77,29 @@ def test_a_driver_that_is_not_installed_is_named_with_what_installs_it(monkeypat
 
 
 @pytest.mark.parametrize("option", ["sslmode", "charset", "autocommit", "SSL_MODE", ""])
-def test_an_option_that_does_not_exist_is_refused_with_those_that_do(option: str) -> None:
-    with pytest.raises(ConfigurationError, match=re.escape(f"shard 'main' has a URL with the option {option!r}")) as e:
+def test_an_unknown_option_is_rejected_with_the_known_ones(option: str) -> None:
+    with pytest.raises(
+        ConfigurationError, match=re.escape(f"shard 'main' has a URL with the unknown option {option!r}")
+    ) as e:
         connect_arguments("main", f"mysql://host/app?{option}=1")
     for known in OPTIONS:
         assert known in str(e.value)
 
 
-def test_several_hosts_are_refused() -> None:
+def test_several_hosts_are_rejected() -> None:
     with pytest.raises(ConfigurationError, match="several hosts"):
         connect_arguments("main", "mysql://first,second/app")
 
 
 @pytest.mark.parametrize("seconds", ["", "soon", "0", "-1", "inf", "nan"])
-def test_a_timeout_that_is_no_time_is_refused(seconds: str) -> None:
+def test_an_invalid_timeout_is_rejected(seconds: str) -> None:
     with pytest.raises(ConfigurationError, match=re.escape(f"connect_timeout={seconds!r}; expected seconds")):
         connect_arguments("main", f"mysql://host/app?connect_timeout={seconds}")
 
 
 @pytest.mark.parametrize("port", ["65536", "-1", "abc"])
-def test_a_port_that_cannot_be_is_refused(port: str) -> None:
-    with pytest.raises(ConfigurationError, match="bad port"):
+def test_an_invalid_port_is_rejected(port: str) -> None:
+    with pytest.raises(ConfigurationError, match="invalid port"):
         connect_arguments("main", f"mysql://host:{port}/app")
 
 
@@ -116,7 +118,7 @@ def test_without_a_mode_there_is_no_tls(options: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "verifies", "asks_for_name"),
+    ("mode", "verifies", "checks_name"),
     [
         ("REQUIRED", ssl.CERT_NONE, False),
         ("required", ssl.CERT_NONE, False),
@@ -124,36 +126,36 @@ def test_without_a_mode_there_is_no_tls(options: str) -> None:
         ("VERIFY_IDENTITY", ssl.CERT_REQUIRED, True),
     ],
 )
-def test_a_mode_means_what_it_means_to_mysqls_own_clients(
-    mode: str, verifies: ssl.VerifyMode, asks_for_name: bool
+def test_a_mode_has_the_same_meaning_as_in_mysql_clients(
+    mode: str, verifies: ssl.VerifyMode, checks_name: bool
 ) -> None:
     context = context_of(f"ssl_mode={mode}")
     assert context is not None
-    assert (context.verify_mode, context.check_hostname) == (verifies, asks_for_name)
+    assert (context.verify_mode, context.check_hostname) == (verifies, checks_name)
 
 
 @pytest.mark.skipif(AUTHORITY.cafile is None, reason="this machine has no file of certificate authorities")
-def test_an_authority_means_that_it_is_asked() -> None:
+def test_a_certificate_authority_implies_verification() -> None:
     context = context_of(f"ssl_ca={AUTHORITY.cafile}")
     assert context is not None
     assert (context.verify_mode, context.check_hostname) == (ssl.CERT_REQUIRED, False)
 
 
 @pytest.mark.parametrize("mode", ["", "PREFERRED", "yes"])
-def test_a_mode_that_does_not_exist_is_refused_with_those_that_do(mode: str) -> None:
+def test_an_unknown_mode_is_rejected_with_the_known_ones(mode: str) -> None:
     with pytest.raises(ConfigurationError, match=re.escape(f"ssl_mode={mode!r}")) as caught:
         context_of(f"ssl_mode={mode}")
     assert all(known in str(caught.value) for known in SSL_MODES)
 
 
 @pytest.mark.parametrize("option", ["ssl_ca", "ssl_cert", "ssl_key"])
-def test_certificates_for_a_connection_without_tls_are_refused(option: str) -> None:
+def test_certificates_without_tls_are_rejected(option: str) -> None:
     with pytest.raises(ConfigurationError, match=f"ssl_mode=DISABLED and {option}"):
         context_of(f"ssl_mode=DISABLED&{option}=/a.pem")
 
 
 @pytest.mark.parametrize("option", ["ssl_ca", "ssl_cert"])
-def test_certificates_that_cannot_be_read_are_refused(option: str, tmp_path: Path) -> None:
+def test_unreadable_certificates_are_rejected(option: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="certificates that cannot be read"):
         context_of(f"{option}={tmp_path / 'missing.pem'}")
     (tmp_path / "empty.pem").write_text("")
@@ -161,12 +163,12 @@ def test_certificates_that_cannot_be_read_are_refused(option: str, tmp_path: Pat
         context_of(f"{option}={tmp_path / 'empty.pem'}")
 
 
-def test_a_key_without_its_certificate_is_refused(tmp_path: Path) -> None:
+def test_a_key_without_its_certificate_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError):
         context_of(f"ssl_key={tmp_path / 'key.pem'}")
 
 
-# --- the parts to show -----------------------------------------------------------------------------
+# --- addresses in errors and logs ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -178,12 +180,12 @@ def test_a_key_without_its_certificate_is_refused(tmp_path: Path) -> None:
         ("mysql://me:secret@/app?unix_socket=/run/s.sock", "the socket /run/s.sock, database app"),
     ],
 )
-def test_what_is_shown_of_a_url_has_neither_user_nor_password(url: str, shown: str) -> None:
+def test_the_shown_address_has_neither_user_nor_password(url: str, shown: str) -> None:
     assert where(url) == shown
 
 
-@pytest.mark.parametrize("rest", ["host:x/app", "host/app?ssl=1", "first,second/app", "host/app?ssl_mode=no"])
-def test_no_refusal_shows_the_password(rest: str) -> None:
+@pytest.mark.parametrize("url", ["host:x/app", "host/app?ssl=1", "first,second/app", "host/app?ssl_mode=no"])
+def test_no_error_shows_the_password(url: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
-        connect_arguments("main", f"mysql://me:secret@{rest}")
+        connect_arguments("main", f"mysql://me:secret@{url}")
     assert "secret" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""Changes of a field's type: a change after which a stored row is not decoded is found, for each kind of class."""
+"""Changes of a field's type that make stored rows undecodable are found, for each kind of class."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ WIDENED = [
 
 
 def of_kinds(given: list[Any], *kinds: str) -> list[Any]:
-    return [pytest.param(kind, *one, id=f"{kind}-{place}") for kind in kinds for place, one in enumerate(given)]
+    return [pytest.param(kind, *one, id=f"{kind}-{index}") for kind in kinds for index, one in enumerate(given)]
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def of_kinds(given: list[Any], *kinds: str) -> list[Any]:
         *of_kinds(OF_MODELS, "model"),
     ],
 )
-def test_a_change_after_which_rows_are_not_read_is_found(kind: str, before: Any, after: Any, value: Any) -> None:
+def test_a_change_that_makes_rows_undecodable_is_found(kind: str, before: Any, after: Any, value: Any) -> None:
     old, new = event_with(kind, before), event_with(kind, after)
 
     assert not is_read(old, new, value)
@@ -182,7 +182,7 @@ def test_an_alias_of_a_nested_model_is_compared() -> None:
     assert breaking_changes(schema_of(former), schema_of(aliased)) == []
 
 
-def test_an_alias_that_a_field_loses_breaks_rows() -> None:
+def test_a_removed_alias_of_a_field_breaks_rows() -> None:
     both = {"properties": {"a": {"type": "integer", "x-outboxio-aliases": ["b"]}}, "type": "object"}
     one = {"properties": {"a": {"type": "integer"}}, "type": "object"}
 
@@ -204,7 +204,7 @@ class Refusing(Event):
         raise LookupError(self.anything)
 
 
-def test_a_class_without_an_example_or_schema_does_not_stop_the_others() -> None:
+def test_a_class_without_an_example_does_not_stop_the_others() -> None:
     types, classes = types_of(Refusing)
 
     assert (types[0].examples, set(types[0].schema or ())) == ((), {"title", "type", "properties", "required"})
@@ -212,7 +212,7 @@ def test_a_class_without_an_example_or_schema_does_not_stop_the_others() -> None
     assert isinstance(fault, LookupError)
 
 
-def test_types_that_contain_one_another_are_compared_quickly() -> None:
+def test_mutually_recursive_types_are_compared_quickly() -> None:
     names = [f"Node{number}" for number in range(12)]
     space: dict[str, Any] = {"__name__": __name__}
     for name in names:

@@ -46,7 +46,7 @@ class Rows:
         self.when_blocked: Callable[[], object] = lambda: None
         self.unblocked: list[str] = []
         self.swept: list[str] = []
-        self.asked_for_release = 0
+        self.release_attempts = 0
 
     async def find_heads(self, namespace: str, names: Sequence[str], keys: Sequence[str], *, parks: bool) -> Any:
         failure = self.failures.pop(0) if self.failures else None
@@ -69,7 +69,7 @@ class Rows:
         return set(ids)
 
     async def release(self, event_ids: Sequence[UUID], now: datetime) -> int:
-        self.asked_for_release += 1
+        self.release_attempts += 1
         return 0
 
     async def unblock(self, namespace: str, names: Sequence[str], keys: Sequence[str], *args: Any) -> int:
@@ -130,7 +130,7 @@ def lines_on(
         return len(runs)
 
     spread = Partitions(lambda: NOON)
-    spread.heed({"ledger": PartitionCount("ledger", partitions, partitions, NOON)})
+    spread.apply({"ledger": PartitionCount("ledger", partitions, partitions, NOON)})
     return AdmissionGate(
         KeyQueues(),
         KeyRows("app", database, lambda: NOON, lambda: None),
@@ -141,7 +141,7 @@ def lines_on(
     )
 
 
-async def test_what_waits_is_given_back_if_the_lock_is_gone_when_its_head_ends() -> None:
+async def test_waiting_rows_are_released_if_the_lock_is_lost() -> None:
     owner, released = queue(), list[Run]()
     database = Rows({"a": Head(UUID(int=0), "PENDING")})
     lines = lines_on(database, released)
@@ -155,7 +155,7 @@ async def test_what_waits_is_given_back_if_the_lock_is_gone_when_its_head_ends()
     assert released == waiting
 
 
-async def test_what_waits_moves_up_when_its_head_ends() -> None:
+async def test_waiting_rows_move_up_when_their_head_ends() -> None:
     owner, released = queue(), list[Run]()
     database = Rows({"a": Head(UUID(int=0), "PENDING")})
     started = list[Run]()
@@ -173,7 +173,7 @@ async def test_what_waits_moves_up_when_its_head_ends() -> None:
     assert (released, database.blocked) == ([], [])
 
 
-async def test_behind_a_head_that_waits_for_its_retry_the_others_are_blocked() -> None:
+async def test_rows_behind_a_retrying_head_are_blocked() -> None:
     owner, released = queue(), list[Run]()
     database = Rows({"a": Head(UUID(int=0), "PENDING")})
     lines = lines_on(database, released)
@@ -188,7 +188,7 @@ async def test_behind_a_head_that_waits_for_its_retry_the_others_are_blocked() -
     assert released == others
 
 
-async def test_a_failure_of_one_handlers_lines_loses_nothing_of_anothers() -> None:
+async def test_a_failure_in_one_key_queue_loses_no_rows_of_others() -> None:
     first, second = queue(), queue()
     released, started = list[Run](), list[Run]()
     database = Rows({"a": Head(UUID(int=0), "PENDING")})
@@ -210,7 +210,7 @@ async def test_a_failure_of_one_handlers_lines_loses_nothing_of_anothers() -> No
     assert (started, released) == ([of_first[1], of_second[1]], [])
 
 
-async def test_rows_that_could_not_be_blocked_keep_no_other_key_from_moving_up() -> None:
+async def test_rows_that_could_not_be_blocked_stop_no_other_key() -> None:
     owner, released, started = queue(), list[Run](), list[Run]()
     database = Rows({key: Head(UUID(int=number), "PENDING") for key, number in (("a", 0), ("b", 10))})
     lines = lines_on(database, released, started)
@@ -225,7 +225,7 @@ async def test_rows_that_could_not_be_blocked_keep_no_other_key_from_moving_up()
     with pytest.raises(OSError, match="refused"):
         await lines.advance([source], now=0.0)
 
-    # Whatever did not start was given back, so that it is found again.
+    # Rows that did not start were released, so they are found again.
     assert (started, {run.notification.id for run in released}) == ([], {UUID(int=1), UUID(int=11)})
 
 
@@ -238,7 +238,7 @@ def elsewhere(database: Rows, waiting: Run) -> None:
     database.when_blocked = lambda: database.heads.update(a=Head(waiting.notification.id, "BLOCKED"))
 
 
-async def test_a_row_that_was_blocked_just_after_its_predecessor_ended_elsewhere_waits_for_nobody() -> None:
+async def test_a_row_blocked_after_its_predecessor_ended_elsewhere_is_unblocked() -> None:
     owner, released = queue(), list[Run]()
     database = Rows({})
     lines = lines_on(database, released, partitions=2)
@@ -248,7 +248,7 @@ async def test_a_row_that_was_blocked_just_after_its_predecessor_ended_elsewhere
     assert (database.blocked, database.unblocked, lines.unblocked) == ([run.notification.id], ["a"], 1)
 
 
-async def test_rows_that_waited_in_memory_for_a_head_elsewhere_wait_for_nobody_either() -> None:
+async def test_rows_in_memory_whose_head_ended_elsewhere_are_unblocked() -> None:
     owner, released = queue(), list[Run]()
     database = Rows({"a": Head(UUID(int=0), "PENDING")})
     lines = lines_on(database, released, partitions=2)
@@ -260,7 +260,7 @@ async def test_rows_that_waited_in_memory_for_a_head_elsewhere_wait_for_nobody_e
     assert (database.blocked, database.unblocked) == ([second.notification.id], ["a"])
 
 
-async def test_a_handler_with_a_single_partition_does_not_ask_again() -> None:
+async def test_a_handler_with_a_single_partition_does_not_check_again() -> None:
     owner, released = queue(), list[Run]()
     database = Rows({})
     lines = lines_on(database, released)
@@ -270,7 +270,7 @@ async def test_a_handler_with_a_single_partition_does_not_ask_again() -> None:
     assert database.unblocked == []
 
 
-async def test_if_asking_again_fails_the_next_round_asks() -> None:
+async def test_a_failed_second_check_is_repeated_in_the_next_round() -> None:
     owner, released = queue(), list[Run]()
     database = Rows({})
     lines = lines_on(database, released, partitions=2)
@@ -283,7 +283,7 @@ async def test_if_asking_again_fails_the_next_round_asks() -> None:
     assert database.unblocked == ["a"]
 
 
-async def test_only_the_holder_of_partition_0_looks_for_stranded_keys() -> None:
+async def test_only_the_holder_of_partition_0_searches_for_stranded_keys() -> None:
     owner = queue()
     database = Rows({})
     lines = lines_on(database, [], partitions=2)
@@ -295,7 +295,7 @@ async def test_only_the_holder_of_partition_0_looks_for_stranded_keys() -> None:
     assert database.swept == ["ledger"]
 
 
-async def test_of_the_rows_that_wait_in_memory_only_those_of_a_lost_slot_are_given_back() -> None:
+async def test_only_waiting_rows_of_a_lost_slot_are_released() -> None:
     owner = queue()
     database = Rows({"a": Head(UUID(int=0), "PENDING")})
     lines = lines_on(database, [], partitions=2)
@@ -304,16 +304,14 @@ async def test_of_the_rows_that_wait_in_memory_only_those_of_a_lost_slot_are_giv
     await lines.admit(owner, [head, second, third])
     taken = lines._keys.take_waiting(owner, Slot("ledger", 1).holds)
     assert (taken, third.key) == ([third], None)
-    assert lines._keys.by_place[id(owner), "a"].waiting == [second]
+    assert lines._keys.queues[id(owner), "a"].waiting == [second]
 
 
-@pytest.mark.parametrize(("partitions", "asked"), [(1, 0), (2, 1)])
-async def test_a_row_that_was_blocked_just_after_the_handler_before_it_has_tried_waits_for_nobody(
-    partitions: int, asked: int
-) -> None:
+@pytest.mark.parametrize(("partitions", "attempts"), [(1, 0), (2, 1)])
+async def test_a_row_blocked_after_the_previous_handler_checked_is_unblocked(partitions: int, attempts: int) -> None:
     owner = queue(strict=frozenset({"Opened"}))
     database = Rows({"a": Head(UUID(int=0), "PENDING")})
     lines = lines_on(database, [], partitions=partitions)
     [run] = rows_of(owner, "a", 1)
     assert await lines.admit(owner, [run]) == []
-    assert (database.blocked, database.asked_for_release) == ([UUID(int=0)], asked)
+    assert (database.blocked, database.release_attempts) == ([UUID(int=0)], attempts)

@@ -59,19 +59,19 @@ def test_success_counts_as_an_attempt() -> None:
     assert (outcome.state, outcome.attempts, outcome.error) == (State.SUCCEEDED, 3, None)
 
 
-def test_expiring_before_the_run_uses_up_no_attempt() -> None:
+def test_expiring_before_the_run_uses_no_attempt() -> None:
     outcome = expired(notification(attempts=2), LEASE)
     assert (outcome.state, outcome.attempts) == (State.EXPIRED, 2)
 
 
-def test_a_failure_is_due_again_after_the_backoff_from_the_end_of_the_run() -> None:
+def test_a_failure_is_due_again_after_the_backoff() -> None:
     for attempts, seconds in ((0, 30), (1, 60), (2, 120), (3, 240), (4, 300), (5, 300), (500, 300)):
         outcome = fails(ValueError("no"), attempts=attempts)
         assert (outcome.state, outcome.attempts) == (State.FAILED, attempts + 1)
         assert outcome.next_retry_at == NOW + timedelta(seconds=seconds)
 
 
-def test_a_retry_that_would_fall_outside_of_the_window_is_not_waited_for() -> None:
+def test_a_retry_outside_of_the_window_expires_at_once() -> None:
     inside = fails(ValueError(), retention_from=NOW - WEEK + timedelta(seconds=30))
     outside = fails(ValueError(), retention_from=NOW - WEEK + timedelta(seconds=29))
     assert (inside.state, outside.state) == (State.FAILED, State.EXPIRED)
@@ -79,7 +79,7 @@ def test_a_retry_that_would_fall_outside_of_the_window_is_not_waited_for() -> No
     assert entry_of(outside)["type"] == "ValueError"
 
 
-def test_the_last_attempt_ends_dead() -> None:
+def test_the_last_failed_attempt_ends_dead() -> None:
     policy = RetryPolicy(max_attempts=3, jitter=0)
     assert [fails(ValueError(), attempts=n, policy=policy).state for n in range(4)] == [
         "FAILED",
@@ -90,12 +90,12 @@ def test_the_last_attempt_ends_dead() -> None:
     assert fails(ValueError(), attempts=2, policy=policy).attempts == 3
 
 
-def test_used_up_attempts_go_before_an_ended_window() -> None:
+def test_exhausted_attempts_take_precedence_over_an_expired_window() -> None:
     policy = RetryPolicy(max_attempts=1)
     assert fails(ValueError(), policy=policy, retention_from=NOW - 2 * WEEK).state == State.DEAD
 
 
-def test_what_can_never_be_handled_ends_dead_at_once_and_counts() -> None:
+def test_a_permanent_failure_ends_dead_at_once_and_counts() -> None:
     for error in (Unprocessable("gone"), TooManyHops(33, 32, "h")):
         outcome = fails(error, attempts=4, retention_from=NOW - 2 * WEEK)
         assert (outcome.state, outcome.attempts, outcome.next_retry_at) == (State.DEAD, 5, None)
@@ -118,7 +118,7 @@ def test_retry_after_is_due_exactly_then(error: RetryAfter, due: datetime) -> No
     assert (outcome.state, outcome.attempts, outcome.next_retry_at) == (State.FAILED, 1, due)
 
 
-def test_retry_after_may_use_up_no_attempt() -> None:
+def test_retry_after_may_use_no_attempt() -> None:
     free = RetryAfter(10, count_attempt=False)
     policy = RetryPolicy(max_attempts=3)
     for attempts in (0, 2, 3):
@@ -128,7 +128,7 @@ def test_retry_after_may_use_up_no_attempt() -> None:
     assert fails(free, retention_from=NOW - WEEK).state == State.EXPIRED
 
 
-def test_retry_after_takes_a_delay_or_a_moment_and_not_both() -> None:
+def test_retry_after_takes_either_a_delay_or_a_time() -> None:
     for give in (dict, lambda: {"delay": 1, "at": NOW}):
         with pytest.raises(TypeError, match="either a delay or at="):
             RetryAfter(**give())
@@ -138,27 +138,27 @@ def test_retry_after_takes_a_delay_or_a_moment_and_not_both() -> None:
     "error",
     [changed(delay="soon"), changed(delay=-5), changed(delay=float("nan")), changed(delay=None, at="tomorrow")],
 )
-def test_a_delay_that_makes_no_sense_does_not_lose_the_row(error: RetryAfter) -> None:
+def test_an_invalid_delay_does_not_lose_the_row(error: RetryAfter) -> None:
     outcome = fails(error, policy=RetryPolicy())
     assert outcome.state == State.FAILED
     assert outcome.next_retry_at is not None
     assert timedelta(seconds=27) <= outcome.next_retry_at - NOW <= timedelta(seconds=33)
 
 
-def test_a_backoff_of_ones_own_is_asked_with_attempts_and_error() -> None:
-    asked: list[tuple[int, BaseException]] = []
+def test_a_custom_backoff_is_called_with_attempts_and_error() -> None:
+    calls: list[tuple[int, BaseException]] = []
 
     def backoff(attempts: int, error: BaseException) -> timedelta:
-        asked.append((attempts, error))
+        calls.append((attempts, error))
         return timedelta(hours=attempts)
 
     error = ValueError()
     outcome = fails(error, attempts=2, policy=RetryPolicy(backoff=backoff))
-    assert asked == [(3, error)]
+    assert calls == [(3, error)]
     assert outcome.next_retry_at == NOW + timedelta(hours=3)
 
 
-def test_a_backoff_that_is_broken_does_not_lose_the_row() -> None:
+def test_a_failing_backoff_does_not_lose_the_row() -> None:
     def raises(attempts: int, error: BaseException) -> timedelta:
         raise ZeroDivisionError
 
@@ -175,10 +175,10 @@ def test_a_wait_beyond_the_calendar_ends_expired() -> None:
     assert fails(RetryAfter(timedelta.max)).state == State.EXPIRED
 
 
-# --- how errors are told --------------------------------------------------------------------------------------
+# --- how errors are stored ------------------------------------------------------------------------------------
 
 
-def test_an_error_is_told_with_its_time_type_message_traceback_and_attempt() -> None:
+def test_an_error_has_time_type_message_traceback_and_attempt() -> None:
     def handler() -> None:
         raise LookupError("no wallet")
 
@@ -197,7 +197,7 @@ def test_an_error_is_told_with_its_time_type_message_traceback_and_attempt() -> 
     assert entry["traceback"].rstrip().endswith("LookupError: no wallet")
 
 
-def test_a_type_is_told_with_its_module_unless_it_is_builtin_or_ours() -> None:
+def test_error_types_include_the_module_unless_builtin_or_from_outboxio() -> None:
     assert [json.loads(describe(error, NOW, 1))["type"] for error in (KeyError(), Unprocessable())] == [
         "KeyError",
         "Unprocessable",
@@ -214,7 +214,7 @@ def test_any_text_can_be_stored() -> None:
             entry[field].encode()
 
 
-def test_an_error_that_cannot_be_printed_is_told_all_the_same() -> None:
+def test_an_error_that_cannot_be_printed_is_still_stored() -> None:
     class Broken(Exception):
         def __str__(self) -> str:
             raise RuntimeError
@@ -226,7 +226,7 @@ def test_an_error_that_cannot_be_printed_is_told_all_the_same() -> None:
     assert entry["type"].endswith("Broken")
 
 
-def test_a_text_that_the_database_refuses_is_replaced_and_nothing_else() -> None:
+def test_only_text_that_the_database_refuses_is_replaced() -> None:
     outcome = fails(ValueError("poison"), attempts=1)
     replaced = outcome.without_error_text()
     assert "poison" not in entry_of(replaced)["message"]
@@ -238,7 +238,7 @@ def test_a_text_that_the_database_refuses_is_replaced_and_nothing_else() -> None
 # --- buckets ----------------------------------------------------------------------------------------------------
 
 
-def test_equal_outcomes_share_a_bucket_in_the_order_of_their_ids() -> None:
+def test_equal_outcomes_share_a_bucket_in_id_order() -> None:
     outcomes = [
         *(success(notification(n), LEASE) for n in (5, 1, 3)),
         success(notification(2, attempts=1), LEASE),
@@ -253,7 +253,7 @@ def test_equal_outcomes_share_a_bucket_in_the_order_of_their_ids() -> None:
     assert [bucket.has_details for bucket in buckets.values()] == [False, False, False, True]
 
 
-def test_expired_before_and_after_a_run_are_two_kinds() -> None:
+def test_expired_before_and_after_a_run_are_distinct() -> None:
     before = expired(notification(1, attempts=1), LEASE)
     after = fails(ValueError(), retention_from=NOW - 2 * WEEK)
     assert (before.state, before.attempts) == (after.state, after.attempts) == (State.EXPIRED, 1)
@@ -265,7 +265,7 @@ ACTION = ActionRecord(
 )
 
 
-def test_what_emits_is_kept_apart() -> None:
+def test_outcomes_that_emit_are_kept_apart() -> None:
     emits = success(notification(1), LEASE)
     emits.emitted = (ACTION, [EventRecord(id=UUID(int=9))])
     quiet, loud = sorted(in_buckets([emits, success(notification(2), LEASE)]), key=lambda bucket: len(bucket.emitted))
@@ -273,14 +273,14 @@ def test_what_emits_is_kept_apart() -> None:
     assert (loud.ids, loud.emitted) == ([UUID(int=1)], [emits.emitted])
 
 
-def test_leases_are_locked_once_each_and_in_one_order() -> None:
+def test_leases_are_locked_once_each_in_one_order() -> None:
     leases = [Lease(name, name, 1) for name in ("c", "a", "b")]
     outcomes = [success(notification(n), leases[n % 3]) for n in range(9)]
     (bucket,) = in_buckets(outcomes)
     assert [lease.name for lease in bucket.leases] == ["a", "b", "c"]
 
 
-def test_outcomes_of_a_former_term_share_no_bucket_with_those_of_the_newest() -> None:
+def test_outcomes_of_different_terms_share_no_bucket() -> None:
     former, newest = Lease(LEASE.name, "h", 1), Lease(LEASE.name, "h", 3)
     outcomes = [success(notification(number), former if number % 2 else newest) for number in range(6)]
 
@@ -293,17 +293,17 @@ def in_line(key: str, *attempts: int) -> list[Outcome]:
     """The rows of an ordering key, in order, that succeeded after so many attempts."""
     outcomes = [success(notification(attempts=number), LEASE) for number in attempts]
     for outcome in outcomes:
-        outcome.place = (1, key)
+        outcome.queue_key = (1, key)
     return outcomes
 
 
-def test_heads_at_any_attempt_need_no_more_buckets_than_without_an_order() -> None:
+def test_ordered_heads_at_any_attempt_need_no_more_buckets() -> None:
     outcomes = [*in_line("a", 0, 0), *in_line("b", 1, 0, 0), *in_line("c", 3, 0), *in_line("d", 2, 0)]
     buckets = in_buckets(outcomes)
     assert (len(buckets), buckets[-1].attempts, len(buckets[-1].outcomes)) == (4, 1, 6)
 
 
-def test_rows_of_a_key_that_emit_share_a_bucket_with_rows_that_do_not() -> None:
+def test_emitting_rows_of_a_key_share_a_bucket_with_others() -> None:
     outcomes = in_line("a", *[0] * 6)
     for outcome in outcomes[::2]:
         outcome.emitted = (ACTION, [])
@@ -320,10 +320,10 @@ def test_rows_of_a_key_are_written_in_order() -> None:
         buckets = in_buckets([*outcomes, success(notification(), LEASE)])
         for line in lines:
             written = [o for bucket in buckets for half in bucket.halves() for o in half.outcomes if o in line]
-            assert [id(outcome) for outcome in written if outcome.place == line[0].place] == list(map(id, line))
+            assert [id(outcome) for outcome in written if outcome.queue_key == line[0].queue_key] == list(map(id, line))
 
 
-def test_nothing_is_lost_in_buckets_nor_in_their_halves() -> None:
+def test_buckets_and_their_halves_lose_no_outcomes() -> None:
     chance = random.Random(7)
     for _ in range(100):
         outcomes = [

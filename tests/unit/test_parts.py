@@ -1,4 +1,4 @@
-"""``make test`` runs the tests in parts; together they select each test, and no result is lost."""
+"""``make test`` runs the tests in parts; together they select every test, and no result is lost."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.kit.servers import DIALECTS
 SUMMARY = "....\n\n===== databases, brokers and programs =====\nsqlite: SQLite 3\nepmd: NOT TESTED, missing\n"
 
 
-def test_the_counts_of_a_part_are_those_of_pytest() -> None:
+def test_the_counts_of_a_part_match_pytest() -> None:
     result = Result(1, f"{SUMMARY}1 failed, 30 passed, 2 skipped, 7 deselected, 3 errors in 61.20s (0:01:01)\n")
 
     assert result.counts == Counter(failed=1, passed=30, skipped=2, error=3)
@@ -24,12 +24,12 @@ def test_a_part_without_a_summary_is_an_error() -> None:
     assert Result(3, "1 passed in 2.00s\n").counts == Counter(passed=1, error=1)
 
 
-def test_a_part_that_selects_no_test_has_passed() -> None:
+def test_a_part_that_selects_no_test_passes() -> None:
     assert Result(5, "9 deselected in 2.00s\n").has_passed
 
 
-def test_each_file_is_in_one_part_of_each_dialect_and_in_one_without_a_database() -> None:
-    """Besides the part by engine, which runs some files once more."""
+def test_each_file_is_in_one_part_per_dialect() -> None:
+    """Except for the part by engine, which repeats some files."""
     files = [file.relative_to(ROOT) for file in (ROOT / "tests").rglob("test_*.py")]
     with_database = [file for file in files if file.parts[1] not in WITHOUT_DATABASES]
     parts = [part for part in PARTS if not part.environ]

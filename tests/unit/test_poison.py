@@ -12,7 +12,7 @@ from uuid import UUID
 import msgspec
 import pytest
 
-from outboxio.errors import CrashedProcess, NotBegun
+from outboxio.errors import CrashedProcess, HandlerNotStarted
 from outboxio.handlers.handler import make_handler
 from outboxio.handlers.options import Batch
 from outboxio.loops.loop import Signals
@@ -44,7 +44,7 @@ async def handle(envelope: Any) -> None:
 
 
 class Table:
-    """Remembers recorded and removed starts; ``found`` is the legacy of former processes."""
+    """Remembers recorded and removed starts; ``found`` has the starts recorded by former processes."""
 
     def __init__(self, *found: StartedRun) -> None:
         self.found = list(found)
@@ -88,8 +88,8 @@ def source_of(
 
 
 def row(number: int, name: str = "mail", due: datetime = NOON, partition: int = 0) -> Notification:
-    moments = as_micros(due), as_micros(NOON)
-    return Notification(UUID(int=number), name, "Opened", "{}", "PENDING", 0, *moments, number, partition, None)
+    times = as_micros(due), as_micros(NOON)
+    return Notification(UUID(int=number), name, "Opened", "{}", "PENDING", 0, *times, number, partition, None)
 
 
 class Process:
@@ -102,11 +102,11 @@ class Process:
         self.table = table
         self.now = NOON
         self.in_flight: dict[UUID, Run] = {}
-        self.left_behind: set[UUID] = set()
+        self.abandoned: set[UUID] = set()
         self.signals = Signals()
         self.crashes = PoisonGuard(
             "app", table, lambda: self.now, most,
-            in_flight=self.in_flight, left_behind=self.left_behind, signals=self.signals,
+            in_flight=self.in_flight, abandoned=self.abandoned, signals=self.signals,
         )  # fmt: skip
 
     async def find(self, source: HandlerCursor, *rows: Notification) -> list[int]:
@@ -138,13 +138,13 @@ def left(number: int, starts: int = 1, name: str = "mail", partition: int = 0) -
     return StartedRun(UUID(int=number), name, starts, partition)
 
 
-def test_nobody_is_wary_after_a_holder_that_left_in_good_order() -> None:
+def test_no_rows_are_recorded_after_a_clean_shutdown() -> None:
     process, queue = Process(Table()), queue_of()
     process.crashes.taken(source_of(queue, follows_crash=False))
     assert (process.crashes.is_active, queue.is_watched, queue.is_plain) == (False, False, True)
 
 
-async def test_after_a_crash_rows_are_recorded_until_all_that_was_due_is_through() -> None:
+async def test_after_a_crash_rows_are_recorded_until_the_backlog_is_finished() -> None:
     process, queue = Process(Table()), queue_of()
     process.crashes.taken(source := source_of(queue))
     assert (process.crashes.is_active, queue.is_watched, queue.is_plain) == (True, True, False)
@@ -164,7 +164,7 @@ async def test_after_a_crash_rows_are_recorded_until_all_that_was_due_is_through
     assert (process.crashes.is_active, queue.is_watched, queue.is_plain) == (False, False, True)
 
 
-async def test_what_became_due_later_cannot_have_been_running() -> None:
+async def test_rows_due_after_the_crash_are_not_suspects() -> None:
     process = Process(Table())
     process.crashes.taken(source := source_of(queue_of()))
     await process.find(source, row(1, due=NOON + timedelta(minutes=1)))
@@ -172,7 +172,7 @@ async def test_what_became_due_later_cannot_have_been_running() -> None:
     assert process.table.recorded == []
 
 
-async def test_no_more_rows_are_recorded_than_can_have_been_in_flight() -> None:
+async def test_at_most_the_rows_that_were_in_flight_are_recorded() -> None:
     process, spec = Process(Table()), queue_of(concurrency=1).spec
     queue = HandlerQueue(msgspec.structs.replace(spec, most_in_flight=3))
     process.crashes.taken(source := source_of(queue))
@@ -182,19 +182,19 @@ async def test_no_more_rows_are_recorded_than_can_have_been_in_flight() -> None:
     assert process.table.recorded == [[1], [2], [3]]
 
 
-async def test_what_begins_while_a_statement_is_under_way_is_written_by_the_next_one() -> None:
+async def test_rows_started_during_a_statement_are_recorded_by_the_next() -> None:
     process = Process(Table())
     process.crashes.taken(source := source_of(queue_of()))
     await process.find(source, *map(row, range(1, 6)))
     process.table.is_open.clear()
-    begun = [asyncio.create_task(process.begin(number)) for number in range(1, 6)]
+    started = [asyncio.create_task(process.begin(number)) for number in range(1, 6)]
     await asyncio.sleep(0)
     process.table.is_open.set()
-    await asyncio.gather(*begun)
+    await asyncio.gather(*started)
     assert process.table.recorded == [[1], [2, 3, 4, 5]]
 
 
-async def test_a_runs_time_begins_when_it_is_recorded() -> None:
+async def test_the_time_of_a_run_starts_when_it_is_recorded() -> None:
     process = Process(Table())
     process.crashes.taken(source := source_of(queue_of()))
     await process.find(source, row(1))
@@ -203,26 +203,26 @@ async def test_a_runs_time_begins_when_it_is_recorded() -> None:
     process.table.is_open.clear()
     beginning = asyncio.create_task(process.begin(1))
     await asyncio.sleep(0)
-    assert run.started == 0.0, "no deadline goes by meanwhile"
+    assert run.started == 0.0, "its deadline has not started"
     process.table.is_open.set()
     await beginning
     assert run.started > 1.0
 
 
-async def test_a_record_that_cannot_be_written_is_no_start() -> None:
+async def test_a_run_that_cannot_be_recorded_does_not_start() -> None:
     process = Process(Table(left(1)))
     process.crashes.taken(source := source_of(queue_of()))
     process.table.failures.append(OSError("down"))
     await process.find(source, row(1))
-    with pytest.raises(NotBegun):
+    with pytest.raises(HandlerNotStarted):
         await process.begin(1)
     process.end(1)
 
-    assert await process.find(source, row(1), row(2)) == [1], "it is a suspect still"
+    assert await process.find(source, row(1), row(2)) == [1], "it is still a suspect"
     assert process.table.removed == []
 
 
-async def test_a_suspect_has_no_other_run_of_its_handler_beside_it() -> None:
+async def test_a_suspect_runs_alone_in_its_handler() -> None:
     process = Process(Table(left(2), left(3)))
     process.crashes.taken(source := source_of(queue_of()))
     rows = [row(1), row(2), row(3)]
@@ -237,7 +237,7 @@ async def test_a_suspect_has_no_other_run_of_its_handler_beside_it() -> None:
     assert process.table.removed == [2, 3]
 
 
-async def test_a_suspect_waits_until_nothing_of_its_handler_is_in_flight() -> None:
+async def test_a_suspect_waits_until_its_handler_has_nothing_in_flight() -> None:
     process = Process(Table(left(2)))
     process.crashes.taken(source := source_of(queue_of()))
     assert await process.find(source, row(1)) == [1]
@@ -246,7 +246,7 @@ async def test_a_suspect_waits_until_nothing_of_its_handler_is_in_flight() -> No
     assert await process.find(source, row(2), row(3)) == [2]
 
 
-async def test_other_handlers_go_on_beside_a_suspect_but_not_with_suspects_of_their_own() -> None:
+async def test_other_handlers_continue_beside_a_suspect_without_their_own_suspects() -> None:
     process = Process(Table(left(1), left(3, name="ledger")))
     mail, ledger = source_of(queue_of()), source_of(queue_of("ledger"), name="ledger")
     process.crashes.taken(mail)
@@ -255,7 +255,7 @@ async def test_other_handlers_go_on_beside_a_suspect_but_not_with_suspects_of_th
     assert await process.find(ledger, row(3, "ledger"), row(4, "ledger")) == [4]
 
 
-async def test_suspects_of_other_shards_wait_for_it_as_well() -> None:
+async def test_suspects_of_other_shards_wait_too() -> None:
     first, second = Process(Table(left(1))), Process(Table(left(2)))
     sources = [source_of(queue_of()) for _ in range(2)]
     first.crashes.taken(sources[0])
@@ -267,26 +267,26 @@ async def test_suspects_of_other_shards_wait_for_it_as_well() -> None:
     assert await second.find(sources[1], row(2)) == [2]
 
 
-async def test_a_suspect_whose_former_run_is_stuck_in_this_process_holds_up_nobody() -> None:
+async def test_a_suspect_whose_former_run_is_stuck_here_blocks_nobody() -> None:
     process = Process(Table(left(1)))
     process.crashes.taken(source := source_of(queue_of()))
-    process.left_behind.add(UUID(int=1))
+    process.abandoned.add(UUID(int=1))
     assert await process.find(source, row(1), row(2)) == [2]
 
 
 @pytest.mark.parametrize(("most", "starts"), [(1, 2), (2, 2), (3, 3), (10, 10)])
-async def test_a_suspect_that_was_begun_too_often_is_convicted(most: int, starts: int) -> None:
+async def test_a_suspect_that_started_too_often_is_convicted(most: int, starts: int) -> None:
     process = Process(Table(left(1, starts)), most)
     process.crashes.taken(source := source_of(queue_of()))
     await process.find(source, row(1))
-    with pytest.raises(CrashedProcess, match=f"was begun {starts} times"):
+    with pytest.raises(CrashedProcess, match=f"was started {starts} times"):
         await process.begin(1)
     process.end(1)
     await process.find(source)
     assert (process.table.recorded, process.table.removed) == ([], [1])
 
 
-async def test_a_lock_that_is_taken_again_changes_nothing_unless_another_had_it() -> None:
+async def test_reacquiring_a_lock_changes_nothing_without_another_holder() -> None:
     process, queue = Process(Table(left(1))), queue_of()
     process.crashes.taken(source := source_of(queue))
     await process.find(source, row(1))
@@ -299,7 +299,7 @@ async def test_a_lock_that_is_taken_again_changes_nothing_unless_another_had_it(
     assert (queue.is_watched, queue.is_plain) == (False, True)
 
 
-async def test_a_lock_that_is_taken_again_when_all_is_through_makes_nobody_wary_again() -> None:
+async def test_reacquiring_a_lock_after_the_backlog_records_nothing_again() -> None:
     process, queue = Process(Table()), queue_of()
     process.crashes.taken(source := source_of(queue))
     process.now += timedelta(seconds=2)
@@ -310,7 +310,7 @@ async def test_a_lock_that_is_taken_again_when_all_is_through_makes_nobody_wary_
     assert (process.crashes.is_active, queue.is_watched) == (False, False)
 
 
-async def test_a_run_that_ends_after_its_lock_was_lost_is_not_accused_by_the_next_holder() -> None:
+async def test_a_run_that_ends_after_losing_its_lock_is_no_suspect() -> None:
     process, queue = Process(Table()), queue_of()
     process.crashes.taken(source := source_of(queue))
     await process.find(source, row(1))
@@ -332,14 +332,14 @@ async def test_all_rows_of_a_batch_are_recorded_together() -> None:
     batch = queue.take_batch()
     queue.running[batch] = None
     await process.crashes.begin(batch, batch.undone)
-    await process.crashes.begin(batch, batch.undone)  # a part of it, after the whole has failed
+    await process.crashes.begin(batch, batch.undone)  # a part of the batch, after the whole batch has failed
     assert process.table.recorded == [[1, 2]]
 
 
 # --- slots -------------------------------------------------------------------------------------------------
 
 
-async def test_only_rows_of_the_partition_whose_holder_died_are_recorded() -> None:
+async def test_only_rows_of_the_crashed_holders_partition_are_recorded() -> None:
     process, queue = Process(Table()), queue_of()
     calm, watched = source_of(queue, follows_crash=False), source_of(queue, partition=1)
     process.crashes.taken(calm)
@@ -351,7 +351,7 @@ async def test_only_rows_of_the_partition_whose_holder_died_are_recorded() -> No
     assert process.table.recorded == [[2]]
 
 
-async def test_the_suspects_of_another_partition_are_the_business_of_another_process() -> None:
+async def test_suspects_of_another_partition_belong_to_another_process() -> None:
     process, queue = Process(Table(left(1), left(2, partition=1))), queue_of()
     process.crashes.taken(source := source_of(queue, partition=1))
     found = await process.find(source, row(2, partition=1), row(3, partition=1))
@@ -362,18 +362,18 @@ async def test_the_suspects_of_another_partition_are_the_business_of_another_pro
     assert await process.find(source, row(3, partition=1)) == [3], "no suspect of this partition is left"
 
 
-async def test_a_watch_rests_while_another_process_has_the_lock() -> None:
+async def test_a_watch_is_inactive_while_another_process_has_the_lock() -> None:
     process, queue = Process(Table()), queue_of()
     source = source_of(queue)
     process.crashes.taken(source)
     process.crashes.lost(source.slot)
-    assert (process.crashes.is_active, queue.is_plain) == (False, True), "rows may be handed over again"
+    assert (process.crashes.is_active, queue.is_plain) == (False, True), "direct handoff is allowed again"
     process.crashes.taken(source)
-    assert (process.crashes.is_active, queue.is_plain) == (True, False), "nobody had the lock meanwhile"
+    assert (process.crashes.is_active, queue.is_plain) == (True, False), "no other process had the lock in between"
 
     process.crashes.lost(source.slot)
     process.crashes.taken(source_of(queue, follows_crash=False))
-    assert not process.crashes.is_active, "the holder between gave the lock back"
+    assert not process.crashes.is_active, "the holder in between released the lock"
 
 
 # --- how the lock manager takes a lock ---------------------------------------------------------------------
@@ -393,7 +393,7 @@ class Lock:
     async def heartbeat(self) -> Proof:
         return Proof(time.monotonic(), NOON, NOON, NOON)
 
-    async def listen(self, heard: Any) -> None: ...
+    async def listen(self, on_wakeup: Any) -> None: ...
 
     async def release(self, names: Sequence[LockName]) -> None: ...
 
@@ -406,12 +406,12 @@ class Lock:
         return True
 
 
-async def test_whoever_takes_its_own_lock_again_follows_no_crash() -> None:
-    """The session broke, so the lock was not given back; but no other process held the lock in between."""
+async def test_a_process_that_reacquires_its_own_lock_follows_no_crash() -> None:
+    """The session was lost, so the lock was not released; but no other process held the lock in between."""
     lock, taken = Lock(LockGrant(1, 0), LockGrant(2, 0), LockGrant(4, 0), LockGrant(6, 5)), list[tuple[int, bool]]()
 
     class Clock:
-        def correct(self, *moments: datetime) -> None: ...
+        def correct(self, *times: datetime) -> None: ...
 
     class Observer:
         def lock_taken(self, name: LockName, lease: Lease) -> None:
@@ -419,11 +419,11 @@ async def test_whoever_takes_its_own_lock_again_follows_no_crash() -> None:
 
         def lock_lost(self, name: LockName) -> None: ...
 
-        def locks_proven_until(self, moment: float) -> None: ...
+        def locks_proven_until(self, until: float) -> None: ...
 
     manager = LockManager(
         lock, EveryLock([LockName("app", "dispatch", "mail")]), Clock(), heartbeat=5.0,  # type: ignore[arg-type]
-        observer=Observer(), heard=lambda payload: None, wake=Signal(),
+        observer=Observer(), on_wakeup=lambda payload: None, wake=Signal(),
     )  # fmt: skip
     for _ in range(4):
         await manager.run_once()

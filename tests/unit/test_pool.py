@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from outboxio.storage.connections.pool import LONGEST_IDLE, LONGEST_LIFE
-from tests.kit.pools import Wire, Wires, in_line
+from outboxio.storage.connections.pool import MAX_AGE, MAX_IDLE
+from tests.kit.pools import Wire, Wires, start_checkout
 
 pytestmark = pytest.mark.virtual_time
 
@@ -20,12 +20,12 @@ async def test_the_connection_used_last_is_used_first() -> None:
     assert wires.opened == [first, second]
 
 
-async def test_whoever_waits_is_served_before_whoever_comes_later() -> None:
+async def test_waiting_tasks_are_served_before_new_ones() -> None:
     wires = Wires(1)
     connection = await wires.pool.acquire()
-    first, second = await in_line(wires.pool), await in_line(wires.pool)
+    first, second = await start_checkout(wires.pool), await start_checkout(wires.pool)
     wires.pool.release(connection)
-    latecomer = await in_line(wires.pool)  # asks before the first in line has run
+    latecomer = await start_checkout(wires.pool)  # requests a connection before the first task has run
 
     assert await first is connection
     assert not second.done()
@@ -36,10 +36,10 @@ async def test_whoever_waits_is_served_before_whoever_comes_later() -> None:
 
 
 @pytest.mark.parametrize("is_served", [True, False])
-async def test_a_waiter_that_is_cancelled_passes_on_what_it_was_given(is_served: bool) -> None:
+async def test_a_cancelled_waiter_passes_its_connection_on(is_served: bool) -> None:
     wires = Wires(1)
     connection = await wires.pool.acquire()
-    cancelled, next_one = await in_line(wires.pool), await in_line(wires.pool)
+    cancelled, next_one = await start_checkout(wires.pool), await start_checkout(wires.pool)
     if is_served:
         wires.pool.release(connection)
         cancelled.cancel()
@@ -52,10 +52,10 @@ async def test_a_waiter_that_is_cancelled_passes_on_what_it_was_given(is_served:
     assert await asyncio.wait_for(next_one, 3) is connection
 
 
-async def test_in_place_of_a_lost_connection_whoever_waits_opens_another() -> None:
+async def test_a_waiting_task_replaces_a_lost_connection() -> None:
     wires = Wires(1)
     lost = await wires.pool.acquire()
-    waiting = await in_line(wires.pool)
+    waiting = await start_checkout(wires.pool)
     lost.is_usable = False
     wires.pool.release(lost)
 
@@ -63,18 +63,18 @@ async def test_in_place_of_a_lost_connection_whoever_waits_opens_another() -> No
     assert lost.end == "dropped"
 
 
-async def test_whoever_cannot_open_one_lets_the_next_try() -> None:
+async def test_after_a_failed_connect_the_next_task_tries() -> None:
     wires = Wires(1)
     wires.refuses = True
-    first, second = await in_line(wires.pool), await in_line(wires.pool)
+    first, second = await start_checkout(wires.pool), await start_checkout(wires.pool)
 
     for refused in (first, second):
         with pytest.raises(ConnectionRefusedError):
             await asyncio.wait_for(refused, 3)
 
 
-@pytest.mark.parametrize(("seconds", "is_kept"), [(LONGEST_IDLE - 1, True), (LONGEST_IDLE + 1, False)])
-async def test_a_connection_that_was_idle_for_long_is_not_used_again(
+@pytest.mark.parametrize(("seconds", "is_kept"), [(MAX_IDLE - 1, True), (MAX_IDLE + 1, False)])
+async def test_a_connection_idle_for_too_long_is_replaced(
     monkeypatch: pytest.MonkeyPatch, seconds: float, is_kept: bool
 ) -> None:
     wires = Wires(2)
@@ -86,8 +86,8 @@ async def test_a_connection_that_was_idle_for_long_is_not_used_again(
     assert connection.end == ("" if is_kept else "dropped")
 
 
-@pytest.mark.parametrize(("seconds", "is_kept"), [(LONGEST_LIFE - 1, True), (LONGEST_LIFE + 1, False)])
-async def test_a_connection_has_an_end_however_much_it_is_used(
+@pytest.mark.parametrize(("seconds", "is_kept"), [(MAX_AGE - 1, True), (MAX_AGE + 1, False)])
+async def test_a_connection_is_replaced_at_its_maximum_age(
     monkeypatch: pytest.MonkeyPatch, seconds: float, is_kept: bool
 ) -> None:
     wires = Wires(2)
@@ -98,7 +98,7 @@ async def test_a_connection_has_an_end_however_much_it_is_used(
     assert (await wires.pool.acquire() is connection) is is_kept
 
 
-async def test_closing_waits_for_what_is_in_use_and_drops_what_does_not_come_back() -> None:
+async def test_close_waits_for_connections_in_use_and_then_drops_them() -> None:
     wires = Wires(3)
     idle, back, lost = [await wires.pool.acquire() for _ in range(3)]
     wires.pool.release(idle)
@@ -110,10 +110,10 @@ async def test_closing_waits_for_what_is_in_use_and_drops_what_does_not_come_bac
     assert [wire.end for wire in (idle, back, lost)] == ["goodbye", "dropped", "dropped"]
 
 
-async def test_whoever_waits_when_it_is_closed_is_told() -> None:
+async def test_close_fails_waiting_tasks() -> None:
     wires = Wires(1)
     connection = await wires.pool.acquire()
-    waiting = await in_line(wires.pool)
+    waiting = await start_checkout(wires.pool)
     closing = asyncio.create_task(wires.pool.close(1))
 
     with pytest.raises(ConnectionResetError, match="the pool is closed"):
@@ -122,7 +122,7 @@ async def test_whoever_waits_when_it_is_closed_is_told() -> None:
     assert await closing == 0
 
 
-def test_another_event_loop_has_connections_of_its_own() -> None:
+def test_a_new_event_loop_uses_new_connections() -> None:
     wires = Wires(1)
     first = asyncio.run(wires.pool.acquire())
 
@@ -139,7 +139,7 @@ def _advance(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
 # --- connections in doubt ------------------------------------------------------------------------
 
 
-async def test_no_connection_that_was_open_when_one_was_in_doubt_is_used_again() -> None:
+async def test_renew_replaces_all_open_connections() -> None:
     wires = Wires(3)
     idle, used = await wires.pool.acquire(), await wires.pool.acquire()
     wires.pool.release(idle)
@@ -155,29 +155,29 @@ async def test_no_connection_that_was_open_when_one_was_in_doubt_is_used_again()
     assert await wires.pool.acquire() is another
 
 
-async def test_a_pool_that_was_never_used_has_nothing_to_renew() -> None:
+async def test_renewing_an_unused_pool_does_nothing() -> None:
     wires = Wires(2)
     wires.pool.renew()
 
     assert await wires.pool.acquire() is wires.opened[0]
 
 
-async def test_whoever_waits_opens_another_in_place_of_a_connection_in_doubt() -> None:
+async def test_a_waiting_task_replaces_a_renewed_connection() -> None:
     wires = Wires(1)
     doubtful = await wires.pool.acquire()
-    waiting = await in_line(wires.pool)
+    waiting = await start_checkout(wires.pool)
     wires.pool.renew()
     wires.pool.release(doubtful)
 
     assert await asyncio.wait_for(waiting, 3) is wires.opened[1]
 
 
-def test_a_connection_is_idle_for_less_than_balancers_remember_it() -> None:
-    assert LONGEST_IDLE < 240  # seconds: Azure's; others remember for longer
+def test_the_maximum_idle_time_is_below_load_balancer_timeouts() -> None:
+    assert MAX_IDLE < 240  # seconds, for Azure; others keep connections for longer
 
 
-async def test_all_idle_connections_are_told_goodbye_at_once() -> None:
-    """A server that has fallen silent answers none."""
+async def test_idle_connections_are_closed_concurrently() -> None:
+    """An unresponsive server would delay each of them."""
     wires = Wires(20)
     for wire in [await wires.pool.acquire() for _ in range(20)]:
         wires.pool.release(wire)
@@ -187,5 +187,5 @@ async def test_all_idle_connections_are_told_goodbye_at_once() -> None:
         await together.wait()
         raise ConnectionResetError
 
-    wires.pool._hang_up = hang_up  # type: ignore[method-assign]  # a server of another kind
+    wires.pool._close_connection = hang_up  # type: ignore[method-assign]  # a server of another kind
     assert await asyncio.wait_for(wires.pool.close(1), 3) == 0

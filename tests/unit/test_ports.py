@@ -1,4 +1,4 @@
-"""The ports of servers and proxies of tests, which listen some time after they know their port."""
+"""The ports of servers and proxies of tests, which start listening some time after their port is chosen."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ CHANGES = {
 
 
 @pytest.mark.slow
-def test_a_change_fails_the_test_that_made_it_and_no_later_test(tmp_path: Path) -> None:
+def test_a_leaked_change_fails_only_the_test_that_made_it(tmp_path: Path) -> None:
     tests = [
         "import asyncio, locale, logging, os, signal, sys, warnings",
         "from outboxio import telemetry",

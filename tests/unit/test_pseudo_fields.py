@@ -64,14 +64,14 @@ async def test_a_pseudo_field_is_not_stored_and_does_not_prevent_reading(event: 
             await expect_event(outbox, type(event), version=3)
 
 
-async def test_a_wrong_value_of_a_class_with_a_pseudo_field_is_refused() -> None:
+async def test_a_wrong_value_is_refused_despite_a_pseudo_field() -> None:
     async with memory_outbox() as outbox:
         with pytest.raises(InvalidEvent, match="number"):
             async with outbox.transaction("Pay") as tx:
                 tx.emit(FrozenPaid("x", raw=5))  # type: ignore[arg-type]  # the point of the test
 
 
-def test_the_error_for_a_field_of_a_class_with_an_init_var_names_the_field() -> None:
+def test_an_error_in_a_class_with_init_var_names_the_field() -> None:
     @dataclass
     class Part:
         number: int
@@ -92,7 +92,7 @@ class Described:
     unit: ClassVar[str] = "\ud800"
 
 
-def test_a_pseudo_field_is_not_checked_as_a_value() -> None:
+def test_a_pseudo_field_is_not_validated_as_a_value() -> None:
     from outboxio.model.payloads.classes import encode_any
 
     assert encode_any(Described(1), "params", stores_nul=False) == '{"number":1}'

@@ -50,7 +50,7 @@ async def test_a_loop_before_its_first_round_is_neither_late_nor_dead() -> None:
     assert [is_late(loop, 5.0), is_long(loop), has_died(loop), waits_for_database(loop)] == [False] * 4
 
 
-async def test_a_loop_is_late_after_three_of_its_pauses_and_not_before_10_s() -> None:
+async def test_a_loop_is_late_after_three_pauses_and_10_s() -> None:
     async with driven(nothing, 60.0) as slow, driven(nothing, 1.0) as quick:
         assert slow.pause is not None
         assert not is_late(slow, slow.ended + 3 * slow.pause - 0.1)
@@ -60,7 +60,7 @@ async def test_a_loop_is_late_after_three_of_its_pauses_and_not_before_10_s() ->
         assert age_of(quick, quick.ended + 2.5) == pytest.approx(2.5)
 
 
-async def test_a_round_that_fails_is_a_round() -> None:
+async def test_a_failed_round_is_a_round() -> None:
     async def fails() -> RoundResult:
         raise ValueError("no")
 
@@ -69,11 +69,11 @@ async def test_a_round_that_fails_is_a_round() -> None:
         assert loop.good_at == float("-inf")
 
 
-async def test_a_long_round_waits_for_the_database_or_does_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_long_round_waits_for_the_database_or_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pulse, "LONGEST_ROUND", 0.0)
     forever = asyncio.Event()
 
-    async def asks() -> RoundResult:
+    async def queries() -> RoundResult:
         async with asyncio.timeout(60):
             await STORAGE.answer(forever)
         return NOTHING
@@ -82,27 +82,27 @@ async def test_a_long_round_waits_for_the_database_or_does_not_end(monkeypatch: 
         await forever.wait()
         return NOTHING
 
-    async with driven(asks) as asking, driven(hangs) as hanging, driven(nothing) as resting:
-        assert (is_long(asking), waits_for_database(asking)) == (True, True)
+    async with driven(queries) as querying, driven(hangs) as hanging, driven(nothing) as idle:
+        assert (is_long(querying), waits_for_database(querying)) == (True, True)
         assert (is_long(hanging), waits_for_database(hanging)) == (True, False)
-        assert (is_long(resting), waits_for_database(resting)) == (False, False)
+        assert (is_long(idle), waits_for_database(idle)) == (False, False)
 
 
-async def test_frames_that_an_async_context_manager_hides_count_as_the_database() -> None:
+async def test_frames_hidden_by_an_async_context_manager_count_as_the_database() -> None:
     @asynccontextmanager
     async def session() -> AsyncIterator[None]:
         await asyncio.Event().wait()
         yield
 
-    async def asks() -> RoundResult:
+    async def queries() -> RoundResult:
         async with session():
             return NOTHING
 
-    async with driven(asks) as loop:
+    async with driven(queries) as loop:
         assert waits_for_database(loop)
 
 
-async def test_a_loop_whose_task_was_cancelled_has_died_and_a_stopped_loop_has_not() -> None:
+async def test_a_cancelled_loop_has_died_and_a_stopped_loop_has_not() -> None:
     loops = [Loop("work", nothing, PollSchedule(lambda: 60.0)) for _ in range(2)]
     tasks = [asyncio.create_task(loop.run()) for loop in loops]
     await asyncio.sleep(0)

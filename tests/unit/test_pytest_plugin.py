@@ -1,4 +1,4 @@
-"""The pytest plugin in runs of its own: event loops of every kind, and the texts of failures."""
+"""The pytest plugin in separate pytest runs: event loops of every kind, and failure messages."""
 
 from __future__ import annotations
 
@@ -107,20 +107,20 @@ def test_the_fixtures_work_in_the_event_loops_of_pytest_asyncio(project: pytest.
     run(project, "--asyncio-mode=auto").assert_outcomes(passed=6)
 
 
-def test_the_fixtures_work_in_the_plugin_of_anyio_on_asyncio_and_refuse_trio(project: pytest.Pytester) -> None:
+def test_the_fixtures_work_in_anyio_on_asyncio_and_refuse_trio(project: pytest.Pytester) -> None:
     project.makepyfile(
         test_anyio=HEAD
         + "\n@pytest.fixture(params=['asyncio', 'trio'])\ndef anyio_backend(request):\n    return request.param\n"
         + a_test("anyio", "@pytest.mark.anyio")
     )
 
-    told = run(project, plugin=("-p", "anyio.pytest_plugin"))
+    result = run(project, plugin=("-p", "anyio.pytest_plugin"))
 
-    told.assert_outcomes(passed=1, errors=1)
-    told.stdout.fnmatch_lines(["*outboxio runs on asyncio, and this test runs on trio*"])
+    result.assert_outcomes(passed=1, errors=1)
+    result.stdout.fnmatch_lines(["*outboxio runs on asyncio, and this test runs on trio*"])
 
 
-def test_an_outbox_of_the_application_is_taken_as_it_is_given(project: pytest.Pytester) -> None:
+def test_a_user_supplied_outbox_is_used_unchanged(project: pytest.Pytester) -> None:
     project.makepyfile(
         test_own=HEAD
         + """
@@ -182,11 +182,11 @@ async def test_handler(outbox_for_tests, outbox_drain):
 """
     )
 
-    told = run(project)
+    result = run(project)
 
-    told.assert_outcomes(failed=4)
-    text = told.stdout.str()
-    assert "expected one ReceiptSent(order_id=7), found 0; emitted were:" in text
+    result.assert_outcomes(failed=4)
+    text = result.stdout.str()
+    assert "expected one ReceiptSent(order_id=7), found 0; emitted events:" in text
     assert "OrderPaid(order_id=7)  of Order 7  by PayOrder" in text
     assert "Right contains one more item: ReceiptSent(order_id=8)" in text
     assert text.count("- outbox events -") == 3
@@ -246,10 +246,10 @@ def test_without_mark(world): ...
 def test_the_mark_simulate_runs_a_test_as_a_scenario(project: pytest.Pytester, mode: str) -> None:
     project.makepyfile(test_simulated=SIMULATED)
 
-    told = run(project, "--strict-markers", f"--asyncio-mode={mode}")
+    result = run(project, "--strict-markers", f"--asyncio-mode={mode}")
 
-    told.assert_outcomes(passed=2, failed=2, errors=1)
-    told.stdout.fnmatch_lines(
+    result.assert_outcomes(passed=2, failed=2, errors=1)
+    result.stdout.fnmatch_lines(
         [
             '>*assert mailer.sent.count("charge") < limit*',
             "E*AssertionError: charged too often",
@@ -260,9 +260,9 @@ def test_the_mark_simulate_runs_a_test_as_a_scenario(project: pytest.Pytester, m
             "Repeat it: pytest test_simulated.py::test_twice --simulation-seed *",
         ]
     )
-    assert "has ended otherwise" not in told.stdout.str()
-    assert "a test with @pytest.mark.simulate must be `async def test_...(world)`" in told.stdout.str()
-    assert "the fixture `world` is for tests with @pytest.mark.simulate" in told.stdout.str()
+    assert "ended differently" not in result.stdout.str()
+    assert "a test with @pytest.mark.simulate must be `async def test_...(world)`" in result.stdout.str()
+    assert "the fixture `world` is for tests with @pytest.mark.simulate" in result.stdout.str()
 
 
 def test_a_seed_of_the_command_line_replaces_all_seeds(project: pytest.Pytester) -> None:
@@ -273,23 +273,23 @@ def test_a_seed_of_the_command_line_replaces_all_seeds(project: pytest.Pytester)
     )
 
     run(project).assert_outcomes(passed=1)
-    told = run(project, "--simulation-seed", "17")
-    told.assert_outcomes(failed=1)
-    told.stdout.fnmatch_lines(["*this seed*", "With seed 17, *"])
+    result = run(project, "--simulation-seed", "17")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*this seed*", "With seed 17, *"])
 
 
-def test_a_run_without_the_fixtures_imports_nothing_of_outboxio(project: pytest.Pytester) -> None:
+def test_a_run_without_the_fixtures_imports_nothing_from_outboxio(project: pytest.Pytester) -> None:
     project.path.joinpath("conftest.py").unlink()
     project.makepyfile(
         test_plain="import sys\ndef test_plain():\n    assert not {'outboxio', 'asyncpg'} & sys.modules.keys()\n"
     )
 
-    told = project.runpytest_subprocess("-p", "outboxio_pytest", "-p", "no:cacheprovider", timeout=120)
+    result = project.runpytest_subprocess("-p", "outboxio_pytest", "-p", "no:cacheprovider", timeout=120)
 
-    told.assert_outcomes(passed=1)
-    told = project.run(sys.executable, "-m", "pytest", "-p", "outboxio_pytest", "--fixtures")
+    result.assert_outcomes(passed=1)
+    result = project.run(sys.executable, "-m", "pytest", "-p", "outboxio_pytest", "--fixtures")
     for name in ("outbox_for_tests", "outbox_under_test", "outbox_clock", "outbox_events", "outbox_drain"):
-        told.stdout.fnmatch_lines([f"{name} --*"])
+        result.stdout.fnmatch_lines([f"{name} --*"])
 
 
 def test_the_example_of_the_documentation_passes(project: pytest.Pytester) -> None:

@@ -34,7 +34,7 @@ SECONDS = 30.0
         ("20/100ms", Rate(20, per="100ms"), 0.005),
     ],
 )  # fmt: skip
-def test_a_rate_is_written_as_people_say_it(text: str, rate: Rate, interval: float) -> None:
+def test_a_rate_is_written_in_its_usual_form(text: str, rate: Rate, interval: float) -> None:
     parsed = checked_options("h", "here", {"rate": text}).rate
     assert parsed == rate
     assert rate.interval == interval
@@ -42,13 +42,13 @@ def test_a_rate_is_written_as_people_say_it(text: str, rate: Rate, interval: flo
 
 
 @pytest.mark.parametrize("value", ["100", "/s", "x/s", "0/s", "-1/s", "1/0s", "1/month", 100, "1.5/s"])
-def test_a_rate_without_a_meaning_is_refused(value: Any) -> None:
+def test_an_invalid_rate_is_refused(value: Any) -> None:
     with pytest.raises(RegistrationError, match=r"has rate=.*expected text such as '100/s'"):
         checked_options("h", "here", {"rate": value})
 
 
 @pytest.mark.parametrize("values", [{"limit": 0}, {"limit": True}, {"limit": 1, "per": 0}, {"limit": 1, "burst": 0}])
-def test_a_rate_of_impossible_values_is_refused(values: dict[str, Any]) -> None:
+def test_a_rate_with_impossible_values_is_refused(values: dict[str, Any]) -> None:
     with pytest.raises(SettingsError):
         Rate(**values)
 
@@ -58,7 +58,7 @@ def test_a_rate_of_impossible_values_is_refused(values: dict[str, Any]) -> None:
     [
         ({"rate_per_key": True, "ordered": True}, "add for example rate='10/s'"),
         ({"rate": "1/s", "rate_per_key": True}, "add ordered=True"),
-        ({"rate": "1/s", "rate_per_key": True, "ordered": True, "batch": Batch()}, "leave one of them out"),
+        ({"rate": "1/s", "rate_per_key": True, "ordered": True, "batch": Batch()}, "remove one of them"),
     ],
 )
 def test_a_rate_per_key_needs_keys(options: Any, fix: str) -> None:
@@ -143,19 +143,19 @@ def least_in(starts: list[float], window: float, begin: float, end: float) -> in
 
 
 async def play(cluster: Cluster, rate: Rate, number: int, *, skewed: bool, churn: bool) -> None:
-    """Keep rows ready in ``number`` processes; with ``churn``, processes die and others come."""
+    """Keep rows ready in ``number`` processes; with ``churn``, processes die and others join."""
     loop, chance = asyncio.get_running_loop(), cluster.random
     processes = [Process(cluster, rate, slots=cluster.partitions // number) for _ in range(number)]
     end, change_at = loop.time() + SECONDS, loop.time() + 6.0
     while loop.time() < end:
-        for place, process in enumerate(processes):
-            wanted = 400 if not skewed else (400 if place == 0 else chance.randint(0, 1))
-            process.add(*["k"] * (wanted - len(process.ready)))
+        for index, process in enumerate(processes):
+            target = 400 if not skewed else (400 if index == 0 else chance.randint(0, 1))
+            process.add(*["k"] * (target - len(process.ready)))
         if churn and loop.time() >= change_at:
             change_at += 6.0
-            place = chance.randrange(number)
-            processes[place].die()
-            processes[place] = Process(cluster, rate, slots=cluster.partitions // number)
+            index = chance.randrange(number)
+            processes[index].die()
+            processes[index] = Process(cluster, rate, slots=cluster.partitions // number)
         await asyncio.sleep(0.05)
     for process in processes:
         process.die()
@@ -164,7 +164,7 @@ async def play(cluster: Cluster, rate: Rate, number: int, *, skewed: bool, churn
 @pytest.mark.virtual_time
 @pytest.mark.parametrize("skewed", [False, True])
 @pytest.mark.parametrize("number", [1, 4, 8])
-async def test_the_cluster_keeps_to_the_rate_and_reaches_it(number: int, skewed: bool) -> None:
+async def test_the_cluster_reaches_the_rate_without_exceeding_it(number: int, skewed: bool) -> None:
     for seed in range(SEEDS // 4):
         cluster, begin = Cluster(seed), asyncio.get_running_loop().time()
         await play(cluster, Rate(100, burst=20), number, skewed=skewed, churn=number > 1 and bool(seed % 2))
@@ -188,7 +188,7 @@ async def test_no_window_has_more_runs_than_the_rate_and_the_burst() -> None:
 
 
 @pytest.mark.virtual_time
-async def test_a_process_that_dies_takes_along_a_quarter_of_a_second() -> None:
+async def test_a_crash_costs_a_quarter_of_a_second_of_the_rate() -> None:
     cluster, rate = Cluster(1), Rate(100)
     first, second = Process(cluster, rate, slots=16), Process(cluster, rate, slots=16)
     first.add(*["k"] * 400)
@@ -201,7 +201,7 @@ async def test_a_process_that_dies_takes_along_a_quarter_of_a_second() -> None:
 
 
 @pytest.mark.virtual_time
-async def test_a_rate_that_cannot_be_read_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_invalid_rate_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     cluster = Cluster(1)
     cluster.fails = 1
     process = Process(cluster, Rate(100), slots=16)
@@ -216,7 +216,7 @@ async def test_a_rate_that_cannot_be_read_is_told_once(caplog: pytest.LogCapture
 
 
 @pytest.mark.virtual_time
-async def test_a_queue_tells_when_its_rate_holds_rows_back() -> None:
+async def test_a_queue_reports_when_its_rate_delays_rows() -> None:
     process = Process(Cluster(1), Rate(100), slots=16)
     process.add("k")
     await asyncio.sleep(0.1)
@@ -233,7 +233,7 @@ async def test_a_queue_tells_when_its_rate_holds_rows_back() -> None:
 async def test_each_key_has_a_rate_without_a_statement() -> None:
     cluster = Cluster(1)
     process = Process(cluster, Rate(10, burst=2), per_key=True)
-    process.gate.begin_anew()
+    process.gate.reset()
     for number in range(200):
         process.add(*(["hot"] * (5 - len(process.ready))))
         if number % 100 == 99:
@@ -245,10 +245,10 @@ async def test_each_key_has_a_rate_without_a_statement() -> None:
 
 
 @pytest.mark.virtual_time
-async def test_the_burst_of_a_key_begins_at_zero_where_a_slot_was_taken() -> None:
+async def test_a_keys_burst_starts_at_zero_after_acquiring_a_slot() -> None:
     cluster = Cluster(1)
     process = Process(cluster, Rate(10, burst=5), per_key=True)
-    process.gate.begin_anew()
+    process.gate.reset()
     process.add(*["k"] * 10)
     await asyncio.sleep(0.05)
     assert cluster.starts == []

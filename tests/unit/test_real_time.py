@@ -92,7 +92,7 @@ def is_reason(value: object) -> bool:
     return isinstance(value, str) and bool(value.strip())
 
 
-def test_only_tests_that_read_or_wait_for_real_time_have_the_mark() -> None:
+def test_only_tests_with_real_time_have_the_mark() -> None:
     assert [name for name, (waits, marks) in all_tests().items() if "real_time" in marks and not waits] == []
 
 

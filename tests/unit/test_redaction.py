@@ -55,11 +55,11 @@ def test_type_message_and_traceback_of_an_error_are_redacted() -> None:
     assert json.loads(describe(error_with_card(), NOW, 1, redact=checked_redact(str.upper)))["type"] == "VALUEERROR"
 
 
-def test_what_a_log_line_says_of_an_error_is_redacted() -> None:
+def test_errors_in_log_lines_are_redacted() -> None:
     assert log_text(error_with_card(), checked_redact(hide_cards)) == "ValueError('no money on (card)')"
 
 
-def test_a_text_is_redacted_before_it_is_cut() -> None:
+def test_a_text_is_redacted_before_it_is_truncated() -> None:
     message = "x" * (LONGEST_MESSAGE - 10) + CARD
 
     entry = json.loads(describe(ValueError(message), NOW, 1, redact=checked_redact(hide_cards)))
@@ -78,13 +78,13 @@ def leaves(some: str) -> str:
 @pytest.mark.parametrize(
     ("redact", "said"),
     [
-        (broken, "<left out: redact failed with LookupError>"),
-        (leaves, "<left out: redact failed with SystemExit>"),
-        (lambda some: None, "<left out: redact returned NoneType>"),
-        (lambda some: some.encode(), "<left out: redact returned bytes>"),
+        (broken, "<omitted: redact failed with LookupError>"),
+        (leaves, "<omitted: redact failed with SystemExit>"),
+        (lambda some: None, "<omitted: redact returned NoneType>"),
+        (lambda some: some.encode(), "<omitted: redact returned bytes>"),
     ],
 )
-def test_a_function_that_fails_lets_nothing_through(redact: Any, said: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_redact_function_reveals_nothing(redact: Any, said: str, caplog: pytest.LogCaptureFixture) -> None:
     safe = checked_redact(redact)
 
     entry = json.loads(describe(error_with_card(), NOW, 7, redact=safe))
@@ -113,14 +113,14 @@ def test_documents_are_redacted_as_json_and_stay_objects() -> None:
     assert seen.headers == {"x": {"y": "(card)!"}}
 
 
-def test_a_document_that_is_no_object_any_more_is_shown_as_the_text_that_it_became() -> None:
+def test_a_redacted_document_that_is_not_json_is_shown_as_text() -> None:
     seen = redacted_record(record(payload={"card": int(CARD)}), checked_redact(hide_cards))
 
     assert seen.payload == {"redacted": '{"card":(card)}'}
     assert redacted_record(record(payload={"a": 1}), lambda some: "7").payload == {"redacted": "7"}
 
 
-def test_errors_that_were_stored_before_are_redacted_when_they_are_shown() -> None:
+def test_errors_stored_earlier_are_redacted_when_they_are_shown() -> None:
     entry = {"time": "2030", "type": "E", "message": CARD, "traceback": f"at {CARD}", "attempt": 1}
     seen = redacted_record(record(errors=[{**entry, "hook_of": entry}]), checked_redact(hide_cards))
 
@@ -129,7 +129,7 @@ def test_errors_that_were_stored_before_are_redacted_when_they_are_shown() -> No
 
 
 @pytest.mark.parametrize("redact", ["***", 7, re.compile("x")])
-def test_what_is_no_function_is_refused(redact: Any) -> None:
+def test_a_redact_value_that_is_not_a_function_is_refused(redact: Any) -> None:
     with pytest.raises(ConfigurationError, match=r"redact is .*; expected a function"):
         Outbox("sqlite://", namespace="app", redact=redact)
 
@@ -162,7 +162,7 @@ def test_urls_are_shown_without_their_passwords(said: str, left: str) -> None:
     assert without_passwords(said) == left
 
 
-def test_moment_and_attempt_of_an_error_are_not_redacted() -> None:
+def test_time_and_attempt_of_an_error_are_not_redacted() -> None:
     entry = json.loads(describe(ValueError(), NOW + timedelta(1), 3, redact=checked_redact(lambda some: "gone")))
 
     assert (entry["time"], entry["attempt"]) == ("2030-01-02T12:00:00.000000", 3)

@@ -28,7 +28,7 @@ def run(found: Notification) -> Run:
     return Run(found, queue, LEASE)
 
 
-def test_a_row_that_is_unchanged_has_the_outcome_of_its_refused_run() -> None:
+def test_an_unchanged_row_gets_the_outcome_of_its_refused_run() -> None:
     refused = RefusedOutcomes()
     refused.remember(run(row()), success(row(), LEASE), LEASE.term)
     found = refused.of(row())
@@ -38,7 +38,7 @@ def test_a_row_that_is_unchanged_has_the_outcome_of_its_refused_run() -> None:
     assert refused.of(row(2)) is None
 
 
-def test_a_row_that_was_written_meanwhile_has_none_and_is_forgotten() -> None:
+def test_the_outcome_of_a_changed_row_is_forgotten() -> None:
     for changes in ({"attempts": 1}, {"state": "FAILED"}, {"next_retry_us": NOON + 1}):
         refused = RefusedOutcomes()
         refused.remember(run(row()), success(row(), LEASE), LEASE.term)
@@ -46,24 +46,24 @@ def test_a_row_that_was_written_meanwhile_has_none_and_is_forgotten() -> None:
         assert len(refused) == 0
 
 
-def test_a_run_that_may_begin_only_once_has_left_its_mark() -> None:
-    refused, begun = RefusedOutcomes(), run(row(state="FAILED"))
-    begun.has_begun = True
-    refused.remember(begun, success(row(), LEASE), LEASE.term)
+def test_a_run_that_may_start_only_once_has_left_its_mark() -> None:
+    refused, started = RefusedOutcomes(), run(row(state="FAILED"))
+    started.has_begun = True
+    refused.remember(started, success(row(), LEASE), LEASE.term)
     assert refused.of(row(attempts=1)) is not None
 
 
-def test_whether_the_lease_is_the_refused_one() -> None:
+def test_the_refused_lease_is_recognized() -> None:
     refused, lease = RefusedOutcomes(), Lease("app/dispatch/mail", "mail", 3)
     refused.remember(run(row()), success(row(), lease), 3)
     found = refused.of(row())
     assert found is not None
     assert found.was_under(lease)
-    lease.term = 4  # taken anew, and nobody had it in between
+    lease.term = 4  # reacquired, with no other holder in between
     assert not found.was_under(lease)
 
 
-def test_what_is_oldest_is_forgotten_when_it_is_too_much() -> None:
+def test_the_oldest_outcomes_are_forgotten_first() -> None:
     refused = RefusedOutcomes(most_bytes=10 * BYTES_EACH)
     for number in range(1, 16):
         refused.remember(run(row(number)), success(row(number), LEASE), LEASE.term)
@@ -78,7 +78,7 @@ def test_what_is_oldest_is_forgotten_when_it_is_too_much() -> None:
     assert len(refused) == 3, "what a handler has emitted counts as well"
 
 
-def test_what_is_refused_again_is_remembered_once() -> None:
+def test_an_outcome_refused_twice_is_remembered_once() -> None:
     refused = RefusedOutcomes(most_bytes=2 * BYTES_EACH)
     for term in range(5):
         refused.remember(run(row()), success(row(), LEASE), term)

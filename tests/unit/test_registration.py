@@ -1,4 +1,4 @@
-"""A handler that would fail in every run is refused at registration, by name, with a remedy."""
+"""A handler that would fail in every run is refused at registration, by name, with the fix."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_function_that_cannot_be_called_with_one_envelope_is_refused(
     assert "give every other parameter a default" in message
 
 
-def test_the_refusal_names_the_function_and_its_module() -> None:
+def test_the_error_names_the_function_and_its_module() -> None:
     assert f"{__name__}.with_mailer also requires 'mailer'" in refusal(with_mailer)
 
 
@@ -126,11 +126,11 @@ def with_a_mailer(function: Callable[..., Awaitable[None]]) -> Callable[..., Awa
         with_a_mailer(with_mailer),
     ],
 )  # fmt: skip
-def test_whatever_can_be_called_with_one_envelope_is_a_handler(function: Callable[..., Any]) -> None:
+def test_anything_callable_with_one_envelope_is_a_handler(function: Callable[..., Any]) -> None:
     register(function)
 
 
-def test_a_hook_that_cannot_be_called_with_envelope_and_error_is_refused() -> None:
+def test_a_hook_not_callable_with_envelope_and_error_is_refused() -> None:
     async def hook(envelope: Any) -> None: ...
 
     message = "on_dead of handler 'confirm' is called with (envelope, error), and "
@@ -140,7 +140,7 @@ def test_a_hook_that_cannot_be_called_with_envelope_and_error_is_refused() -> No
 
 
 @pytest.mark.parametrize("wrap", [lambda backoff: backoff, lambda backoff: RetryPolicy(backoff=backoff)])
-def test_a_retry_policy_that_cannot_be_called_with_attempts_and_error_is_refused(wrap: Callable[..., Any]) -> None:
+def test_a_retry_policy_not_callable_with_attempts_and_error_is_refused(wrap: Callable[..., Any]) -> None:
     message = refusal(positional, retry=wrap(lambda attempts: timedelta(seconds=attempts)))
 
     assert "is called with (attempts, exception) and takes 1 positional argument" in message
@@ -155,7 +155,7 @@ async def in_cash(envelope: EventEnvelope[PaidInCash]) -> None: ...
 async def paid_list(envelopes: list[EventEnvelope[Paid]]) -> None: ...
 async def paid_sequence(envelopes: Sequence[EventEnvelope[Paid]]) -> None: ...
 async def paid_or_list(envelopes: EventEnvelope[Paid] | list[EventEnvelope[Paid]]) -> None: ...
-async def bare_list(envelopes: list) -> None: ...  # type: ignore[type-arg]  # as callers write it who are not typed
+async def bare_list(envelopes: list) -> None: ...  # type: ignore[type-arg]  # as in untyped code
 async def bare(event: Paid) -> None: ...
 async def bare_items(events: list[Paid]) -> None: ...
 async def placed_or_paid(envelope: EventEnvelope[Placed | Paid]) -> None: ...
@@ -195,7 +195,7 @@ def test_an_envelope_of_another_event_is_refused(function: Callable[..., Any]) -
     register(function, Paid)
 
 
-def test_every_event_type_of_a_handler_must_be_among_the_annotated_ones() -> None:
+def test_every_event_type_of_a_handler_must_match_the_annotation() -> None:
     assert "is for Placed, and" in refusal(paid, Paid, Placed)
     for function in (placed_or_paid, either_envelope):
         register(function, Paid, Placed)
@@ -213,11 +213,11 @@ def test_a_batch_of_envelopes_of_another_event_is_refused() -> None:
         (with_a_mailer(paid), Placed),
     ],
 )  # fmt: skip
-def test_an_annotation_that_can_be_right_is_let_pass(function: Callable[..., Any], event_type: type[Event]) -> None:
+def test_an_annotation_that_may_be_right_is_accepted(function: Callable[..., Any], event_type: type[Event]) -> None:
     register(function, event_type)
 
 
-def test_a_local_class_in_an_annotation_is_let_pass() -> None:
+def test_a_local_class_in_an_annotation_is_accepted() -> None:
     class Local(Event):
         pass
 
@@ -236,14 +236,14 @@ def test_a_topic_handler_may_take_any_event(function: Callable[..., Any]) -> Non
 def test_a_batch_handler_that_takes_one_envelope_is_refused(function: Callable[..., Any]) -> None:
     message = refusal(function, Paid, batch=Batch())
 
-    assert "is annotated EventEnvelope[Paid]; batch= makes each call with a list" in message
+    assert "is annotated EventEnvelope[Paid]; with batch=, each call receives a list" in message
     assert "annotate list[EventEnvelope[Paid]]" in message
 
 
 @pytest.mark.parametrize(
     ("function", "shown"), [(paid_list, "list[EventEnvelope[Paid]]"), (paid_sequence, "Sequence["), (bare_list, "list")]
 )
-def test_a_handler_that_takes_a_list_and_has_no_batch_is_refused(function: Callable[..., Any], shown: str) -> None:
+def test_a_handler_that_takes_a_list_without_batch_is_refused(function: Callable[..., Any], shown: str) -> None:
     message = refusal(function, Paid)
 
     assert f"the first parameter of {__name__}.{function.__name__} is annotated {shown}" in message
@@ -254,7 +254,7 @@ def test_a_handler_that_takes_a_list_and_has_no_batch_is_refused(function: Calla
 def test_a_handler_that_takes_the_bare_event_is_refused() -> None:
     for function, options in ((bare, {}), (bare_items, {"batch": Batch()})):
         message = refusal(function, Paid, **options)
-        assert "annotate EventEnvelope[Paid], and find the event in envelope.event" in message
+        assert "annotate EventEnvelope[Paid], and use envelope.event" in message
 
 
 # --- the class form ------------------------------------------------------------------------------
@@ -291,7 +291,7 @@ def test_a_misspelt_class_attribute_is_refused(attribute: str, meant: str) -> No
     assert f"'_{attribute}'" in message
 
 
-def test_a_misspelt_attribute_of_a_base_class_or_of_a_mixin_is_refused_too() -> None:
+def test_a_misspelt_attribute_of_a_base_class_is_refused_too() -> None:
     class Mixin:
         timeouts = 3
 
@@ -348,7 +348,7 @@ class Honest(EventHandler[Placed]):
     async def handle(self, envelope: EventEnvelope[Placed]) -> None: ...
 
 
-def test_a_class_may_have_constants_and_methods_of_its_own() -> None:
+def test_a_class_may_have_its_own_constants_and_methods() -> None:
     assert handler_from_object(Honest(["a"])).name == "honest"
 
 
@@ -361,7 +361,7 @@ def test_a_class_may_have_constants_and_methods_of_its_own() -> None:
         ({"delivery": "twice"}, "delivery='twice'; expected one of 'at_least_once'"),
         ({"event_types": Placed}, "event_types of handler 'confirm' is <class"),
         ({"aliases": 5}, "aliases of handler 'confirm' is 5 ("),
-        ({"topic": 5}, "the topic of handler 'confirm': 5 is no string"),
+        ({"topic": 5}, "the topic of handler 'confirm': 5 is not a string"),
         ({"since": date(2026, 1, 1)}, "since=datetime.date(2026, 1, 1); expected a datetime"),
         ({"partitions": 65}, "partitions=65; expected 'auto', or a whole number from 1 to 64"),
         ({"partitions": 8, "total_concurrency": 4}, "raise total_concurrency to 8 or more"),
@@ -419,7 +419,7 @@ def test_a_function_a_class_and_a_batch_may_have_partitions() -> None:
 # --- since ---------------------------------------------------------------------------------------
 
 
-def test_since_is_a_moment_in_utc_or_now() -> None:
+def test_since_is_a_time_in_utc_or_now() -> None:
     def since(value: Any) -> Any:
         return handler_from_object(type("Since", (Confirm,), {"since": value})()).options.since
 
@@ -430,7 +430,7 @@ def test_since_is_a_moment_in_utc_or_now() -> None:
 
 
 @pytest.mark.parametrize("value", ["yesterday", timedelta(days=1), 86400, date(2026, 1, 1), True])
-def test_a_since_that_would_move_or_is_no_moment_is_refused(value: Any) -> None:
+def test_a_relative_or_invalid_since_is_refused(value: Any) -> None:
     message = refusal(positional, since=value)
 
     assert f"has since={value!r}; expected a datetime" in message
@@ -454,7 +454,7 @@ class Cents(int):
 
 
 @dataclass
-class KeyQueue:
+class Line:
     item: str
     price: Model
 
@@ -478,7 +478,7 @@ class OfOptional(Event):
 
 class OfLines(Event):
     order_id: int
-    lines: dict[str, list[KeyQueue]]
+    lines: dict[str, list[Line]]
 
 
 class OfTree(Event):
@@ -521,10 +521,10 @@ class OfExt(Event):
     ],
 )
 def test_an_event_whose_field_cannot_be_stored_is_refused_by_name(event_type: type[Event], reason: str) -> None:
-    told = reason.replace("test_registration.", f"{__name__}.")
+    expected = reason.replace("test_registration.", f"{__name__}.")
     message = refusal(positional, event_type)
 
-    assert f"for events that cannot be stored and read: {event_type.__name__}, {told}" in message
+    assert f"for events that cannot be stored and read: {event_type.__name__}, {expected}" in message
     assert "handler 'confirm'" in message
     with pytest.raises(RegistrationError, match=event_type.__name__):
         Outbox("sqlite://", namespace="app").register(event_type)
@@ -549,7 +549,7 @@ class Fit(Event):
     kind: Kind
     amount: Annotated[Decimal, msgspec.Meta(description="in cents")]
     day: date
-    moment: Annotated[datetime, msgspec.Meta(tz=True)]
+    happened: Annotated[datetime, msgspec.Meta(tz=True)]
     wait: timedelta
     tags: frozenset[str]
     counts: dict[int, float]
@@ -563,7 +563,7 @@ class Fit(Event):
     line: list[Box[Decimal]] | None = None
 
 
-def test_every_type_that_json_can_hold_is_fit() -> None:
+def test_every_type_with_a_json_form_is_accepted() -> None:
     register(positional, Fit)
 
 
@@ -571,11 +571,11 @@ class NotYet(Event):
     other: Later  # type: ignore[name-defined] # noqa: F821  # a class that is defined after the handler is
 
 
-def test_a_field_of_a_class_that_is_not_defined_yet_is_not_judged() -> None:
+def test_a_field_of_an_undefined_class_is_not_checked() -> None:
     register(positional, NotYet)
 
 
-def test_registration_never_follows_what_was_wrapped() -> None:
+def test_registration_does_not_follow_wrapped_functions() -> None:
     """A decorator that passes on more arguments than it gets changes the signature, whatever ``inspect`` reports."""
     assert "mailer" in inspect.signature(with_a_mailer(with_mailer)).parameters
     register(with_a_mailer(with_mailer))

@@ -1,4 +1,4 @@
-"""Resources by type: refused at registration or given in each run, and closed before the run is judged."""
+"""Resources by type: checked at registration, injected into each run, and closed before its outcome is decided."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from somewhere import Unknown  # type: ignore[import-not-found]  # there is no such module, which is the point
 
 Envelope = EventEnvelope[MoneyDeposited]
-told: list[str] = []
+log: list[str] = []
 
 
 class Mailer:
@@ -48,20 +48,20 @@ mailer = Mailer()
 
 
 @pytest.fixture(autouse=True)
-def _nothing_told() -> None:
-    told.clear()
+def _empty_log() -> None:
+    log.clear()
 
 
 @asynccontextmanager
 async def make_session() -> AsyncIterator[Session]:
-    told.append("session opened")
+    log.append("session opened")
     try:
         yield Session()
     except BaseException as error:
-        told.append(f"session saw {type(error).__name__}")
+        log.append(f"session saw {type(error).__name__}")
         raise
     finally:
-        told.append("session closed")
+        log.append("session closed")
 
 
 def registered(function: Callable[..., Any], resources: Any, **options: Any) -> Callable[..., Any]:
@@ -86,7 +86,7 @@ def refusal(function: Callable[..., Any], resources: Any, **options: Any) -> str
 
 
 async def given(function: Callable[..., Any], resources: Any) -> Any:
-    """The result of a call with an envelope that nobody reads."""
+    """The result of a call with an unused envelope."""
     return await registered(function, resources)("envelope")
 
 
@@ -142,7 +142,7 @@ def logged(function: Callable[..., Any]) -> Callable[..., Any]:
         logged(Sender().method), partial(with_mailer),
     ],
 )  # fmt: skip
-async def test_a_parameter_whose_type_is_a_key_of_resources_is_given(function: Callable[..., Any]) -> None:
+async def test_a_parameter_with_a_resource_type_is_injected(function: Callable[..., Any]) -> None:
     assert await given(function, {Mailer: mailer}) is mailer
 
 
@@ -159,7 +159,7 @@ async def test_a_parameter_whose_type_is_a_key_of_resources_is_given(function: C
         (with_mailer, None, "add its type to Outbox(resources={type: value})"),
     ],
 )
-def test_a_parameter_without_a_resource_is_refused_with_its_type_and_the_known_types(
+def test_a_missing_resource_is_refused_with_its_type_and_known_types(
     function: Callable[..., Any], resources: Any, reason: str
 ) -> None:
     message = refusal(function, resources)
@@ -168,7 +168,7 @@ def test_a_parameter_without_a_resource_is_refused_with_its_type_and_the_known_t
     assert reason in message
 
 
-def test_a_handler_class_and_a_batch_handler_are_refused_alike() -> None:
+def test_handler_classes_and_batch_handlers_are_refused_the_same_way() -> None:
     class Sends(EventHandler[MoneyDeposited]):
         name = "first"
 
@@ -186,7 +186,7 @@ def test_a_handler_without_resources_is_called_directly() -> None:
     assert registered(with_default, {Session: Session()}) is with_default
 
 
-async def test_an_argument_of_a_partial_and_a_default_of_unknown_type_win_over_resources() -> None:
+async def test_partial_arguments_and_defaults_take_precedence_over_resources() -> None:
     other = Mailer()
 
     assert await given(partial(with_mailer, mailer=other), {Mailer: mailer}) is other
@@ -216,7 +216,7 @@ def of_mailer() -> Mailer:
         (Mapping[str, int], {}, False),
     ],
 )  # fmt: skip
-def test_a_callable_that_is_no_instance_of_the_type_is_a_factory(key: Any, value: Any, expected: bool) -> None:
+def test_a_callable_that_is_not_an_instance_is_a_factory(key: Any, value: Any, expected: bool) -> None:
     assert is_factory(key, value) is expected
 
 
@@ -224,11 +224,11 @@ class Opened:
     """A session that is a context manager itself, as many clients are."""
 
     async def __aenter__(self) -> Opened:
-        told.append("opened")
+        log.append("opened")
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        told.append("closed")
+        log.append("closed")
 
 
 async def async_factory() -> Session:
@@ -237,18 +237,18 @@ async def async_factory() -> Session:
 
 async def async_generator() -> AsyncIterator[Session]:
     yield Session("async generator")
-    told.append("closed")
+    log.append("closed")
 
 
 def generator() -> Iterator[Session]:
     yield Session("generator")
-    told.append("closed")
+    log.append("closed")
 
 
 @contextmanager
 def context() -> Iterator[Session]:
     yield Session("context")
-    told.append("closed")
+    log.append("closed")
 
 
 @pytest.mark.parametrize(
@@ -260,29 +260,29 @@ def context() -> Iterator[Session]:
         (partial(Session, "partial"), "partial", False),
     ],
 )  # fmt: skip
-async def test_a_factory_makes_the_resource_for_each_run_and_a_context_is_closed_after_it(
+async def test_a_factory_creates_a_resource_per_run_and_contexts_are_closed(
     factory: Callable[..., Any], name: str, closes: bool
 ) -> None:
     async def handle(envelope: Any, session: Session) -> Session:
-        told.append("ran")
+        log.append("ran")
         return session
 
     function = registered(handle, {Session: factory})
 
     first, second = await function("envelope"), await function("envelope")
     assert (first.name, first is second) == (name, False)
-    assert told == ["ran", "closed"] * 2 if closes else ["ran", "ran"]
+    assert log == ["ran", "closed"] * 2 if closes else ["ran", "ran"]
 
 
-async def test_an_object_that_is_a_context_manager_is_entered_and_left() -> None:
+async def test_an_object_that_is_a_context_manager_is_entered_and_exited() -> None:
     async def handle(envelope: Any, opened: Opened) -> None:
-        told.append("ran")
+        log.append("ran")
 
     await given(handle, {Opened: Opened})
-    assert told == ["opened", "ran", "closed"]
+    assert log == ["opened", "ran", "closed"]
 
 
-async def test_a_factory_takes_the_envelope_and_other_resources_and_each_is_made_once() -> None:
+async def test_a_factory_gets_the_envelope_and_resources_created_once_per_run() -> None:
     sessions: list[Session] = []
 
     def of_envelope(envelope: EventEnvelope[Any]) -> Session:
@@ -311,12 +311,12 @@ async def yields_of_session(session: Session) -> AsyncIterator[Mailer]:
     yield Mailer()
 
 
-def test_factories_that_need_each_other_are_refused() -> None:
+def test_circular_factories_are_refused() -> None:
     def of_mailer(mailer: Mailer) -> Session:
         return Session()
 
     message = refusal(with_mailer, {Mailer: of_session, Session: of_mailer})
-    assert message == "handler 'first' needs resources that need each other: Mailer -> Session -> Mailer"
+    assert message == "handler 'first' needs resources that depend on each other: Mailer -> Session -> Mailer"
 
 
 @pytest.mark.parametrize(
@@ -335,26 +335,26 @@ def test_a_factory_without_a_resource_is_refused_with_its_name(factory: Callable
     assert message.endswith("resources has Mailer")
 
 
-def test_a_factory_that_no_handler_needs_is_not_looked_at() -> None:
+def test_an_unused_factory_is_not_checked() -> None:
     registered(without, {Repository: Repository, Mailer: Repository})
 
 
 # --- in a run --------------------------------------------------------------------------------------
 
 
-async def test_a_session_is_opened_for_each_run_and_closed_before_the_next_one() -> None:
+async def test_a_session_is_opened_and_closed_for_each_run() -> None:
     async with memory_outbox(resources={Session: make_session}) as outbox:
 
         @outbox.handler(MoneyDeposited, name="first", ordered=True)
         async def first(envelope: Envelope, session: Session) -> None:
-            told.append("ran")
+            log.append("ran")
 
         await outbox.executor.execute(Emit((1,)))
         await drain(outbox)
         await outbox.executor.execute(Emit((2,)))
         await drain(outbox)
 
-    assert told == ["session opened", "ran", "session closed"] * 2
+    assert log == ["session opened", "ran", "session closed"] * 2
 
 
 async def test_a_failing_run_closes_its_resources_with_the_error() -> None:
@@ -368,7 +368,7 @@ async def test_a_failing_run_closes_its_resources_with_the_error() -> None:
         with pytest.raises(ValueError, match="no"):
             await drain(outbox)
 
-    assert told == ["session opened", "session saw ValueError", "session closed"]
+    assert log == ["session opened", "session saw ValueError", "session closed"]
 
 
 async def test_a_timeout_closes_the_resources_and_counts_as_a_failure() -> None:
@@ -382,7 +382,7 @@ async def test_a_timeout_closes_the_resources_and_counts_as_a_failure() -> None:
         with pytest.raises(TimeoutError, match="ran longer than its timeout"):
             await drain(outbox)
 
-    assert told == ["session opened", "session saw CancelledError", "session closed"]
+    assert log == ["session opened", "session saw CancelledError", "session closed"]
 
 
 async def test_an_error_of_closing_fails_the_run() -> None:
@@ -411,7 +411,7 @@ class Swallows(AbstractContextManager["Swallows"]):
         return True
 
 
-async def test_a_resource_cannot_swallow_the_error_of_a_run_or_of_a_factory() -> None:
+async def test_a_resource_cannot_swallow_an_error_of_a_run_or_factory() -> None:
     async def fails(envelope: Any, swallows: Swallows) -> None:
         raise ValueError("of the handler")
 
@@ -426,7 +426,7 @@ async def test_a_resource_cannot_swallow_the_error_of_a_run_or_of_a_factory() ->
         await given(needs_more, {Swallows: Swallows, Session: no_session})
 
 
-async def test_a_handler_in_a_thread_gets_resources_that_the_event_loop_opens_and_closes() -> None:
+async def test_a_handler_in_a_thread_gets_resources_from_the_event_loop() -> None:
     threads: list[int] = []
 
     async def of_loop() -> AsyncIterator[Session]:
@@ -451,26 +451,26 @@ async def test_a_handler_in_a_thread_gets_resources_that_the_event_loop_opens_an
     assert opened == closed == threading.get_ident() != ran
 
 
-async def test_a_batch_is_one_run_and_its_factories_get_the_first_envelope() -> None:
+async def test_a_batch_is_one_run_and_factories_get_its_first_envelope() -> None:
     async def of_envelope(envelope: Envelope) -> AsyncIterator[Session]:
-        told.append(f"opened for {envelope.event.amount}")
+        log.append(f"opened for {envelope.event.amount}")
         yield Session()
-        told.append("closed")
+        log.append("closed")
 
     async with memory_outbox(resources={Session: of_envelope}) as outbox:
 
         @outbox.handler(MoneyDeposited, name="first", batch=Batch(size=10, max_wait=0))
         async def first(envelopes: list[Envelope], session: Session) -> list[Envelope]:
-            told.append(f"ran {len(envelopes)}")
+            log.append(f"ran {len(envelopes)}")
             return []
 
         await outbox.executor.execute(Emit((1, 2, 3)))
         await drain(outbox)
 
-    assert told == ["opened for 1", "ran 3", "closed"]
+    assert log == ["opened for 1", "ran 3", "closed"]
 
 
-async def test_the_mapping_stays_whole_in_envelopes_and_transactions() -> None:
+async def test_envelopes_and_transactions_still_have_all_resources() -> None:
     resources = {Mailer: mailer, "limit": 3}
     async with memory_outbox(resources=resources) as outbox:
 

@@ -1,4 +1,4 @@
-"""Retry policies and ``RetryAfter``: senseless values are refused by name, and "for ever" is a hundred years."""
+"""Retry policies and ``RetryAfter``: invalid values are refused by name, and "without limit" means a hundred years."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from outboxio import InvalidRetryAfter, OutboxError, RetryAfter, RetryPolicy, SettingsError
-from outboxio.model.retry import FOR_EVER
+from outboxio.model.retry import MAX_DURATION
 from tests.kit.hostile import BACKOFFS, backoff_that
 
 CAP = timedelta(minutes=5)
@@ -44,36 +44,36 @@ CAP = timedelta(minutes=5)
     ],
     ids=lambda value: repr(value)[:40] if not isinstance(value, int) or value < 10**9 else "huge",
 )
-def test_a_value_that_is_no_bound_is_refused_by_name(option: str, value: Any, expected: str) -> None:
+def test_an_invalid_bound_is_refused_by_name(option: str, value: Any, expected: str) -> None:
     with pytest.raises(SettingsError, match=rf"setting RetryPolicy\.{option} = .*: expected {expected}"):
         RetryPolicy(**{option: value})
 
 
-@pytest.mark.parametrize("value", [timedelta.max, "P99999999W", FOR_EVER + timedelta(microseconds=1), 10**13])
-def test_a_longer_time_than_a_century_is_a_century(value: Any) -> None:
+@pytest.mark.parametrize("value", [timedelta.max, "P99999999W", MAX_DURATION + timedelta(microseconds=1), 10**13])
+def test_durations_are_capped_at_a_century(value: Any) -> None:
     policy = RetryPolicy(base=value, cap=value, retention=value, jitter=0)
 
-    assert (policy.base, policy.cap, policy.retention) == (FOR_EVER, FOR_EVER, FOR_EVER)
+    assert (policy.base, policy.cap, policy.retention) == (MAX_DURATION, MAX_DURATION, MAX_DURATION)
     for attempts in (1, 2, 10**9):
-        assert policy.wait_after(attempts, ValueError(), CAP) == FOR_EVER
-    assert datetime.datetime(2030, 1, 1) + 2 * FOR_EVER < datetime.datetime.max
+        assert policy.wait_after(attempts, ValueError(), CAP) == MAX_DURATION
+    assert datetime.datetime(2030, 1, 1) + 2 * MAX_DURATION < datetime.datetime.max
 
 
-def test_a_number_is_taken_whatever_kind_it_is_of() -> None:
+def test_numbers_of_every_type_are_accepted() -> None:
     policy = RetryPolicy(factor=Decimal(3), base=1, jitter=Decimal(0))  # type: ignore[arg-type]
 
     assert [policy.wait_after(n, ValueError(), CAP).total_seconds() for n in (1, 2, 3)] == [1, 3, 9]
 
 
 @pytest.mark.parametrize("returns", [wait for wait in BACKOFFS if isinstance(wait, timedelta)], ids=repr)
-def test_a_backoff_that_is_negative_is_none_at_all(returns: timedelta) -> None:
+def test_a_negative_backoff_means_no_wait(returns: timedelta) -> None:
     policy = RetryPolicy(backoff=backoff_that(returns))
 
     assert policy.wait_after(1, ValueError(), CAP) == max(returns, timedelta(0))
 
 
 @pytest.mark.parametrize("returns", [wait for wait in BACKOFFS if not isinstance(wait, timedelta)], ids=repr)
-def test_a_backoff_that_returns_no_time_is_an_error(returns: Any) -> None:
+def test_a_backoff_that_returns_no_duration_is_an_error(returns: Any) -> None:
     policy = RetryPolicy(backoff=backoff_that(returns))
 
     with pytest.raises(type(returns) if isinstance(returns, BaseException) else TypeError):
@@ -95,7 +95,7 @@ def test_a_backoff_that_returns_no_time_is_an_error(returns: Any) -> None:
     ],
     ids=lambda value: repr(value)[:40],
 )
-def test_a_try_at_no_moment_is_refused_in_words(options: dict[str, Any], option: str) -> None:
+def test_an_invalid_retry_time_is_refused_with_a_clear_error(options: dict[str, Any], option: str) -> None:
     with pytest.raises(InvalidRetryAfter, match=rf"^RetryAfter\({option}=.*\): expected a d") as refused:
         RetryAfter(**options)
 
@@ -116,7 +116,7 @@ def test_a_try_at_no_moment_is_refused_in_words(options: dict[str, Any], option:
     ],
     ids=lambda value: repr(value)[:40],
 )
-def test_a_try_at_a_moment_is_kept_as_it_was_given(options: dict[str, Any]) -> None:
+def test_a_retry_time_is_kept_unchanged(options: dict[str, Any]) -> None:
     wish = RetryAfter(**options)
 
     assert {name: getattr(wish, name) for name in options} == options

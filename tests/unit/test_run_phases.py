@@ -17,7 +17,7 @@ def test_a_run_is_overdue_then_stuck_or_interrupted() -> None:
     assert (run.phase, run.interrupted, run.abandoned) == (RUNNING, False, False)
     run.exceed_deadline(12.5)
     assert (run.phase, run.cancelled_at) == (OVERDUE, 12.5)
-    run.give_up()
+    run.abandon()
     assert (run.phase, run.abandoned, run.interrupted) == (STUCK, True, False)
 
     other = Run(row_of(2), queue_of(), Lease("lease", "h", 1))
@@ -26,18 +26,18 @@ def test_a_run_is_overdue_then_stuck_or_interrupted() -> None:
     assert (other.phase, other.cancelled_at, other.interrupted) == (INTERRUPTED, 0.0, True)
 
 
-def test_the_next_part_of_a_call_runs_as_the_first_one_did() -> None:
+def test_the_next_part_of_a_call_runs_like_the_first() -> None:
     run = Run(row_of(1), queue_of(), Lease("lease", "h", 1))
     run.exceed_deadline(12.5)
-    run.go_on()
+    run.resume()
     assert (run.phase, run.cancelled_at) == (RUNNING, None)
 
 
-def test_after_a_phase_above_overdue_a_worker_takes_no_further_run() -> None:
+def test_a_worker_stops_after_a_phase_above_overdue() -> None:
     assert [phase > OVERDUE for phase in (RUNNING, OVERDUE, INTERRUPTED, STUCK)] == [False, False, True, True]
 
 
-def test_a_spec_never_changes() -> None:
+def test_a_spec_is_immutable() -> None:
     spec = queue_of().spec
     with pytest.raises(AttributeError):
         spec.limit = 3  # type: ignore[misc]
@@ -52,14 +52,14 @@ def test_a_spec_never_changes() -> None:
         ({"batch": Batch(size=50)}, (1, 1, 50)),
     ],
 )
-def test_the_workers_of_a_handler_come_from_its_options_and_the_settings(
+def test_the_workers_of_a_handler_follow_its_options_and_settings(
     options: dict[str, object], expected: tuple[int, int, int]
 ) -> None:
     spec = queue_of(settings=Settings(concurrency=16), handlers=2, **options).spec
     assert (spec.limit, spec.share, spec.per_call) == expected
 
 
-def test_a_handler_that_keeps_an_order_needs_admission() -> None:
+def test_an_ordered_handler_needs_admission() -> None:
     assert queue_of(ordered=True).spec.needs_admission
     assert queue_of(strict=frozenset({"Opened"})).spec.needs_admission
     assert not queue_of().spec.needs_admission
@@ -76,7 +76,7 @@ def test_a_quick_handler_reads_further_ahead_and_a_slow_one_less() -> None:
     assert ahead.window == first
 
 
-def test_a_plain_handler_that_is_watched_is_plain_no_longer() -> None:
+def test_a_watched_plain_handler_is_no_longer_plain() -> None:
     queue = queue_of()
     assert queue.is_plain
     queue.watch(is_watched=True)

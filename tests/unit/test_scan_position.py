@@ -12,7 +12,7 @@ from outboxio.support.scan_position import (
     ScanPosition,
 )
 
-BEGINNING = -1
+FIRST_POSITION = -1
 STEP = 0.01  # seconds between two reads
 ROUNDED = 1e-9
 
@@ -21,7 +21,7 @@ class Reads:
     """Reads under load, each of which finds some rows; a position is the number of a read."""
 
     def __init__(self) -> None:
-        self.scan = ScanPosition[int, int](BEGINNING, BEGINNING)
+        self.scan = ScanPosition[int, int](FIRST_POSITION, FIRST_POSITION)
         self.number = 0
         self.sweeps: list[int] = []
 
@@ -32,13 +32,13 @@ class Reads:
             self.sweeps.append(self.number)
         self.scan.found += found
         self.scan.last = self.number
-        self.scan.read_to_the_end(self.number, after_backlog=False)
+        self.scan.mark_complete(self.number, after_backlog=False)
         self.number += 1
 
 
-def test_a_distant_position_reaches_back_further_the_more_rows_were_found() -> None:
+def test_a_distant_position_is_a_number_of_rows_ago() -> None:
     """A row a tenth of a second; a position is the number of rows."""
-    distant = DistantPosition[int](BEGINNING)
+    distant = DistantPosition[int](FIRST_POSITION)
     behind = list[int]()
     for number in range(5 * FEW_LATE):
         distant.move_on(number / 10, number, number)
@@ -51,13 +51,13 @@ def test_a_distant_position_reaches_back_further_the_more_rows_were_found() -> N
     assert all(FEW_LATE <= back <= 2 * FEW_LATE for back in behind[2 * FEW_LATE :])
 
 
-def test_a_distant_position_of_no_rows_is_the_beginning() -> None:
-    distant = DistantPosition[int](BEGINNING)
-    distant.move_on(0.0, 0, BEGINNING)
-    assert distant.position == BEGINNING
+def test_a_distant_position_without_rows_is_the_start() -> None:
+    distant = DistantPosition[int](FIRST_POSITION)
+    distant.move_on(0.0, 0, FIRST_POSITION)
+    assert distant.position == FIRST_POSITION
 
 
-def test_each_start_is_as_old_as_its_name_says() -> None:
+def test_each_position_has_its_documented_age() -> None:
     reads = Reads()
     for _ in range(300):
         reads.read(10)
@@ -76,7 +76,7 @@ def test_a_sweep_is_due_twice_a_second() -> None:
     assert 19 <= len(reads.sweeps) <= 21
 
 
-def test_a_reader_is_busy_after_a_period_with_many_rows_and_no_longer() -> None:
+def test_a_reader_is_busy_only_after_a_period_with_many_rows() -> None:
     reads, per_period = Reads(), round(SWEEP_IN_BACKLOG / STEP)
     for _ in range(4 * per_period):
         reads.read(2 * FEW // per_period)
@@ -86,16 +86,16 @@ def test_a_reader_is_busy_after_a_period_with_many_rows_and_no_longer() -> None:
     assert not reads.scan.is_busy
 
 
-def test_after_a_backlog_the_complete_position_of_a_while_ago_is_forgotten() -> None:
+def test_a_backlog_resets_the_distant_position() -> None:
     reads = Reads()
     for _ in range(300):
         reads.read(10)
-    assert reads.scan.long_ago > BEGINNING
-    reads.scan.read_to_the_end(1000, after_backlog=True)
-    assert (reads.scan.long_ago, reads.scan.complete) == (BEGINNING, 1000)
+    assert reads.scan.long_ago > FIRST_POSITION
+    reads.scan.mark_complete(1000, after_backlog=True)
+    assert (reads.scan.long_ago, reads.scan.complete) == (FIRST_POSITION, 1000)
 
 
-def test_after_the_end_of_a_period_a_sweep_is_due_at_once() -> None:
+def test_after_a_period_a_sweep_is_due_at_once() -> None:
     reads = Reads()
     assert not reads.scan.has_period
     for _ in range(20):
@@ -107,9 +107,13 @@ def test_after_the_end_of_a_period_a_sweep_is_due_at_once() -> None:
     assert reads.sweeps == [0, 20]
 
 
-def test_a_scan_that_starts_over_knows_no_positions_but_those_of_a_moment_ago() -> None:
+def test_starting_over_resets_complete_positions() -> None:
     reads = Reads()
     for _ in range(300):
         reads.read(10)
-    reads.scan.start_over(BEGINNING)
-    assert (reads.scan.last, reads.scan.complete, reads.scan.long_ago) == (BEGINNING, BEGINNING, BEGINNING)
+    reads.scan.start_over(FIRST_POSITION)
+    assert (reads.scan.last, reads.scan.complete, reads.scan.long_ago) == (
+        FIRST_POSITION,
+        FIRST_POSITION,
+        FIRST_POSITION,
+    )

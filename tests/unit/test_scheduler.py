@@ -1,4 +1,4 @@
-"""The scheduler: which ready run starts next, and what each handler leaves to the others."""
+"""The scheduler: which ready run starts next, and how handlers share the workers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def started(scheduler: Scheduler) -> list[str]:
 EIGHT = Settings(concurrency=8)
 
 
-async def test_a_handler_alone_has_all_workers_but_no_more_than_its_limit() -> None:
+async def test_a_single_handler_has_all_workers_up_to_its_limit() -> None:
     for limit, expected in ((None, 8), (3, 3)):
         queue = queue_of(settings=EIGHT, **({} if limit is None else {"concurrency": limit}))
         scheduler, state = scheduled(queue)
@@ -61,7 +61,7 @@ async def test_handlers_take_turns() -> None:
     assert started(scheduler) == ["a", "b", "a", "b"]
 
 
-async def test_however_many_runs_of_a_slow_handler_there_are_another_can_start_at_once() -> None:
+async def test_many_runs_of_a_slow_handler_do_not_delay_another() -> None:
     slow, quick = [queue_of(name, settings=EIGHT, handlers=2) for name in ("slow", "quick")]
     scheduler, state = scheduled(slow, quick)
     ready(state, slow, 100)
@@ -73,7 +73,7 @@ async def test_however_many_runs_of_a_slow_handler_there_are_another_can_start_a
     assert started(scheduler) == ["quick"]
 
 
-async def test_a_run_that_ends_lets_a_held_back_handler_go_on() -> None:
+async def test_a_finished_run_lets_a_delayed_handler_continue() -> None:
     slow, quick = [queue_of(name, settings=EIGHT, handlers=2) for name in ("slow", "quick")]
     scheduler, state = scheduled(slow, quick)
     ready(state, slow, 100)
@@ -83,7 +83,7 @@ async def test_a_run_that_ends_lets_a_held_back_handler_go_on() -> None:
     assert started(scheduler) == ["slow"]
 
 
-async def test_a_transactional_handler_waits_for_a_transaction_and_not_at_a_worker() -> None:
+async def test_a_transactional_handler_waits_for_a_transaction_without_a_worker() -> None:
     first, second = [
         queue_of(name, settings=EIGHT, handlers=2, delivery="transactional", concurrency=8) for name in "ab"
     ]
@@ -104,14 +104,14 @@ async def test_a_stuck_run_keeps_its_transaction_until_its_handler_ends() -> Non
     scheduler.enlist(queue)
     assert started(scheduler) == ["h"]
     (run,) = queue.running
-    run.give_up()
+    run.abandon()
     scheduler.leave(run)
     assert started(scheduler) == []
-    scheduler.give_back(run)
+    scheduler.release(run)
     assert started(scheduler) == ["h"]
 
 
-async def test_when_nothing_is_ready_or_runs_it_is_quiet() -> None:
+async def test_without_ready_or_running_rows_the_scheduler_is_idle() -> None:
     queue = queue_of()
     scheduler, state = scheduled(queue)
     ready(state, queue, 1)
@@ -123,7 +123,7 @@ async def test_when_nothing_is_ready_or_runs_it_is_quiet() -> None:
     assert state.quiet.is_set()
 
 
-async def test_a_queue_that_is_half_empty_is_filled_again() -> None:
+async def test_a_half_empty_queue_is_refilled() -> None:
     queue = queue_of()
     scheduler, state = scheduled(queue, concurrency=1000)
     ready(state, queue, queue.ahead.window // 2 + 1)
@@ -143,7 +143,7 @@ async def test_a_lower_priority_number_comes_first() -> None:
     assert not turns
 
 
-async def test_a_queue_that_has_waited_long_enough_comes_before_all(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_queue_that_waited_long_enough_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LONGEST_TURN", 0.02)
     turns, late, urgent = Turns(), queue_of("late", priority=9), queue_of("urgent", priority=0)
     turns.append(late)
@@ -164,7 +164,7 @@ def owed(scheduler: Scheduler, queue: HandlerQueue, number: int) -> None:
         scheduler.add_hook(HookRun(row_of(sequence + 1, name, state=DYING), queue, Lease("lease", name, 1)))
 
 
-async def test_hooks_take_turns_while_there_are_transactions() -> None:
+async def test_hooks_take_turns_within_the_transaction_limit() -> None:
     on_dead: DeadHook = hook
     queues = [queue_of(name, on_dead=on_dead) for name in "ab"]
     scheduler, state = scheduled(*queues, transactions=3)

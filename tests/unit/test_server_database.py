@@ -1,4 +1,4 @@
-"""The connections of a shard to a server, with a driver that leads nowhere: who is watched, given back and closed."""
+"""The connections of a shard to a server, with a fake driver: which are watched, released and closed."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ DRIVER = ServerCalls(lambda wire: not wire.end, hang_up, drop, lambda wire: None
 
 
 class Database(ServerDatabase[LoopConnection]):
-    """A database of no dialect."""
+    """A database without a dialect."""
 
     def __init__(self, source: Any, direct_url: str | None = None) -> None:
         self.opened: list[Wire] = []
@@ -66,8 +66,8 @@ class Database(ServerDatabase[LoopConnection]):
         super().__init__("main", source, direct_url, DRIVER, guard=None, limits=DEFAULT_LIMITS)
 
     @staticmethod
-    def _place_of(url: str | None) -> str:
-        return url or "the given pool"
+    def _address_of(url: str | None) -> str:
+        return url or "the user-supplied pool"
 
     def _access_to(self, pool: Any) -> PoolAccess:
         async def release(wire: Wire) -> None:
@@ -76,12 +76,12 @@ class Database(ServerDatabase[LoopConnection]):
         return PoolAccess(self._connect, release, lambda: True, lambda: Occupancy(0, 1))
 
     async def _connect(self) -> Wire:
-        return await self._connect_to_ask(self._direct_url or "")
+        return await self._connect_for_watch(self._direct_url or "")
 
     async def _connect_for_actions(self) -> Wire:
-        return await self._connect_to_ask(self._url or "")
+        return await self._connect_for_watch(self._url or "")
 
-    async def _connect_to_ask(self, url: str) -> Wire:
+    async def _connect_for_watch(self, url: str) -> Wire:
         self.opened.append(Wire(url))
         return self.opened[-1]
 
@@ -110,51 +110,51 @@ class Database(ServerDatabase[LoopConnection]):
         return LoopConnection(source, keeps=keeps, writes=writes)
 
 
-def test_connections_to_one_url_have_one_watch() -> None:
+def test_connections_to_one_url_share_a_watch() -> None:
     database = Database("db")
 
     assert database._connections.watches == [database._watch]
     assert database._loop_watch is database._watch
 
 
-def test_connections_through_a_proxy_and_beside_it_are_watched_apart() -> None:
+def test_proxied_and_direct_connections_have_separate_watches() -> None:
     database = Database("proxy", "db")
 
     assert database._connections.watches == [database._watch, database._loop_watch]
     assert database._loop_watch is not database._watch
 
 
-def test_connections_of_a_given_pool_have_no_watch() -> None:
+def test_a_user_supplied_pool_has_no_watch() -> None:
     database = Database(object())
 
     assert (database._watch, database._loop_watch, database._connections.watches) == (None, None, [])
 
 
 @pytest.mark.parametrize(("url", "end"), [("db", "goodbye"), ("refuses", "dropped")])
-async def test_a_connection_that_asks_about_sessions_is_closed(url: str, end: str) -> None:
+async def test_the_connection_of_a_session_query_is_closed(url: str, end: str) -> None:
     database = Database(url)
 
     if url == "refuses":
         with pytest.raises(ConnectionRefusedError):
-            await database._ask(url, [7])
+            await database._query_sessions(url, [7])
     else:
-        assert await database._ask(url, [7]) == Sessions("server", {7: 1.0})
+        assert await database._query_sessions(url, [7]) == Sessions("server", {7: 1.0})
 
     assert [wire.end for wire in database.opened] == [end]
 
 
-async def test_closing_ends_the_connections_of_the_loops_and_of_the_actions() -> None:
+async def test_close_ends_all_connections() -> None:
     database = Database("db")
     for loop in (database._admin, database._fanout, database._find, database._settle):
         await loop.ready()
-    database._ours.release(await database._ours.acquire())
+    database._action_pool.release(await database._action_pool.acquire())
 
     await database.close()
 
     assert [wire.end for wire in database.opened] == ["goodbye"] * 5
 
 
-async def test_a_loop_gives_a_connection_of_the_given_pool_back_to_it() -> None:
+async def test_a_loop_returns_its_connection_to_the_user_supplied_pool() -> None:
     database = Database(object())
     await database._fanout.ready()
 

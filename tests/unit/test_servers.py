@@ -30,7 +30,7 @@ def servers(*slots: Slot, **environ: str) -> Servers:
 MISSING = Slot("postgres", "postgres", ())
 
 
-def test_every_dialect_is_tested_and_none_required_unless_somebody_says_so() -> None:
+def test_every_dialect_is_tested_and_optional_by_default() -> None:
     assert Selection.from_environ({}) == Selection(only=frozenset(DIALECTS), required=frozenset())
 
 
@@ -51,9 +51,7 @@ def test_an_unknown_name_is_refused(variable: str, known: str) -> None:
         Selection.from_environ({variable: "sqlite,oracle"})
 
 
-def test_a_missing_program_is_a_skip_and_reported_and_a_failure_where_it_is_required(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_program_is_skipped_or_fails_where_required(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(programs, "_FURTHER_PLACES", ())
     nothing = {"PATH": str(tmp_path)}
     found = programs.Programs(nothing)
@@ -91,7 +89,7 @@ def test_a_missing_server_is_reported() -> None:
     assert not is_there
 
 
-def test_an_offer_that_fails_is_undone_and_the_next_one_taken() -> None:
+def test_a_failing_offer_is_undone_and_the_next_one_used() -> None:
     undone: list[str] = []
     [slot] = slots_of("postgres", [broken(15, undone), offer(15, "next")])
     session = servers(slot)
@@ -126,7 +124,7 @@ def test_closing_the_session_ends_its_servers() -> None:
     assert ended == ["end"]
 
 
-def test_postgres_is_tested_on_the_first_offer_and_on_the_newest_version() -> None:
+def test_postgres_is_tested_on_the_first_and_newest_version() -> None:
     slots = slots_of("postgres", [offer(15, "url"), offer(16, "programs"), offer(18, "wheel")])
     assert [(slot.id, [each.source for each in slot.offers]) for slot in slots] == [
         ("postgres15", ["url"]),
@@ -134,16 +132,16 @@ def test_postgres_is_tested_on_the_first_offer_and_on_the_newest_version() -> No
     ]
 
 
-def test_offers_of_one_version_stand_in_for_one_another() -> None:
+def test_offers_of_one_version_replace_each_other() -> None:
     [slot] = slots_of("postgres", [offer(18, "docker"), offer(18, "wheel")])
     assert (slot.id, [each.source for each in slot.offers]) == ("postgres18", ["docker", "wheel"])
 
 
-def test_without_an_offer_postgres_still_has_a_slot_to_be_missed() -> None:
+def test_without_an_offer_postgres_is_still_reported_missing() -> None:
     assert list(slots_of("postgres", [])) == [MISSING]
 
 
-def test_a_second_server_is_started_when_a_test_wants_it_and_kept_apart_from_the_first() -> None:
+def test_a_second_server_starts_on_demand_and_stays_separate() -> None:
     [slot] = slots_of("mysql", [offer(9, "first")], further=[offer(9, "more")])
     session = servers(slot)
     assert session.take(slot).url == "postgresql://first/9"
@@ -152,12 +150,12 @@ def test_a_second_server_is_started_when_a_test_wants_it_and_kept_apart_from_the
     assert list(session.report()) == [("mysql9: first", True), ("mysql9-second: more", True)]
 
 
-def test_a_second_server_is_of_the_same_version_if_there_is_one() -> None:
+def test_a_second_server_has_the_same_version_if_possible() -> None:
     slots = slots_of("mysql", [offer(8, "url")], further=[offer(9, "unpacked"), offer(8, "docker")])
     assert [each.source for each in slots[0].another().offers] == ["docker", "unpacked"]
 
 
-def test_a_second_server_that_cannot_be_had_is_missed_as_loudly_as_a_first_one() -> None:
+def test_a_missing_second_server_is_reported_like_a_first() -> None:
     [slot] = slots_of("mysql", [offer(9, "url")])
     session = servers(slot, OUTBOXIO_TEST_REQUIRE="mysql")
     session.take(slot)
@@ -165,6 +163,6 @@ def test_a_second_server_that_cannot_be_had_is_missed_as_loudly_as_a_first_one()
         session.take(slot.another())
 
 
-def test_unpacked_programs_of_mysql_are_looked_for_where_somebody_says() -> None:
+def test_unpacked_mysql_programs_are_found_in_the_configured_folder() -> None:
     assert mysql_root({"OUTBOXIO_TEST_MYSQL_ROOT": "/opt/mysql", "XDG_CACHE_HOME": "/x"}) == Path("/opt/mysql")
     assert mysql_root({"XDG_CACHE_HOME": "/x"}) == Path("/x/outboxio/mysql")

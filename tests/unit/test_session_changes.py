@@ -1,4 +1,4 @@
-"""Statements that may change their session, on MySQL and MariaDB."""
+"""Which statements may change the session on MySQL and MariaDB."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from outboxio.storage.mysql.connection import may_leave_something
+from outboxio.storage.mysql.connection import may_change_session
 
 
 @pytest.mark.parametrize(
@@ -17,8 +17,8 @@ from outboxio.storage.mysql.connection import may_leave_something
         "SAVEPOINT a", "ROLLBACK TO a", "RELEASE SAVEPOINT a", "EXPLAIN SELECT 1", "SELECT 1 FROM settings",
     ],
 )  # fmt: skip
-def test_plain_reads_and_writes_leave_nothing(sql: str) -> None:
-    assert not may_leave_something(sql)
+def test_plain_reads_and_writes_do_not_change_the_session(sql: str) -> None:
+    assert not may_change_session(sql)
 
 
 @pytest.mark.parametrize(
@@ -30,12 +30,12 @@ def test_plain_reads_and_writes_leave_nothing(sql: str) -> None:
         "SET SESSION sql_mode = ''", "BEGIN NOT ATOMIC SET @a = 1; END",
     ],
 )  # fmt: skip
-def test_anything_else_may_leave_something(sql: str) -> None:
-    assert may_leave_something(sql)
+def test_other_statements_may_change_the_session(sql: str) -> None:
+    assert may_change_session(sql)
 
 
-def test_a_long_statement_is_looked_through_once() -> None:
+def test_a_long_statement_is_scanned_once() -> None:
     started = time.process_time()
-    assert not may_leave_something("SELECT '" + "a" * 1_000_000 + "'")
-    assert may_leave_something("SELECT '" + "a" * 1_000_000 + ";'")
+    assert not may_change_session("SELECT '" + "a" * 1_000_000 + "'")
+    assert may_change_session("SELECT '" + "a" * 1_000_000 + ";'")
     assert time.process_time() - started < 1

@@ -46,7 +46,7 @@ def toml(tmp_path: Path) -> Path:
 # --- leafs and defaults --------------------------------------------------------------------------
 
 
-def test_leafs_and_defaults_are_the_published_ones() -> None:
+def test_names_and_defaults_are_the_published_ones() -> None:
     assert msgspec.structs.asdict(Settings()) == {
         "fanout_poll_delay": timedelta(seconds=1),
         "fanout_batch_size": 1000,
@@ -99,17 +99,17 @@ def test_settings_compare_hash_copy_and_pickle_by_value() -> None:
 
 
 @pytest.mark.parametrize("value", [timedelta(milliseconds=500), 0.5, "0.5", "500ms", "PT0.5S"])
-def test_the_constructor_takes_every_spelling_of_a_duration(value: timedelta | float | str) -> None:
+def test_the_constructor_accepts_every_spelling_of_a_duration(value: timedelta | float | str) -> None:
     assert Settings(fanout_poll_delay=value).fanout_poll_delay == timedelta(milliseconds=500)
 
 
-def test_a_changed_copy_is_converted_and_checked_too() -> None:
+def test_a_changed_copy_is_converted_and_validated_too() -> None:
     assert msgspec.structs.replace(Settings(), keep_dead="1d").keep_dead == timedelta(days=1)
     with pytest.raises(SettingsError):
         msgspec.structs.replace(Settings(), keep_dead=0)
 
 
-def test_a_bad_value_is_refused_naming_key_value_and_what_is_expected() -> None:
+def test_a_bad_value_is_refused_with_key_value_and_expectation() -> None:
     error = refused_in_code(concurrency=0)
 
     assert (error.key, error.value, error.expected) == ("concurrency", 0, "a whole number, 1 or more")
@@ -118,17 +118,17 @@ def test_a_bad_value_is_refused_naming_key_value_and_what_is_expected() -> None:
 
 
 @pytest.mark.parametrize("value", [0, -1, "50", 1.0, True, None])
-def test_a_number_is_a_whole_number_from_one(value: object) -> None:
+def test_a_count_is_a_positive_integer(value: object) -> None:
     assert refused_in_code(outcome_batch=value).key == "outcome_batch"
 
 
 @pytest.mark.parametrize("value", [0, 1, "true", None])
-def test_a_switch_is_true_or_false_and_nothing_like_it(value: object) -> None:
+def test_a_switch_accepts_only_true_or_false(value: object) -> None:
     assert refused_in_code(notify=value).expected == "true or false"
 
 
 @pytest.mark.parametrize("value", [True, None, "soon", "", -1, float("nan"), float("inf"), timedelta(-1)])
-def test_a_value_that_is_no_duration_is_refused(value: object) -> None:
+def test_a_value_that_is_not_a_duration_is_refused(value: object) -> None:
     error = refused_in_code(handler_timeout=value)
 
     assert error.key == "handler_timeout"
@@ -136,7 +136,7 @@ def test_a_value_that_is_no_duration_is_refused(value: object) -> None:
 
 
 @pytest.mark.parametrize("leaf", [name for name in LEAFS if isinstance(getattr(Settings(), name), timedelta)])
-def test_only_a_delay_for_batching_a_time_to_stop_and_no_limit_may_be_zero(leaf: str) -> None:
+def test_only_batching_delay_grace_period_and_limits_may_be_zero(leaf: str) -> None:
     if leaf in {"outcome_delay", "shutdown_timeout", "action_statement_timeout"}:
         assert getattr(settings_with(leaf, 0), leaf) == timedelta(0)
     else:
@@ -144,19 +144,19 @@ def test_only_a_delay_for_batching_a_time_to_stop_and_no_limit_may_be_zero(leaf:
 
 
 @pytest.mark.parametrize("leaf", ["fanout_poll_delay", "handling_poll_delay"])
-def test_a_poll_delay_neither_spins_nor_forgets_to_poll(leaf: str) -> None:
+def test_a_poll_delay_has_a_minimum_and_a_maximum(leaf: str) -> None:
     assert refused_in_code(**{leaf: "999us"}).expected == "a duration from 1ms to 1d"
     assert refused_in_code(**{leaf: "2d"}).value == "2d"
     assert settings_with(leaf, "1ms")
     assert settings_with(leaf, "1d")
 
 
-def test_a_heartbeat_is_slower_than_a_pause_of_the_garbage_collector() -> None:
+def test_a_heartbeat_is_longer_than_a_garbage_collection_pause() -> None:
     assert refused_in_code(lock_heartbeat="49ms").expected == "a duration from 50ms to 1d"
     assert Settings(lock_heartbeat="50ms").lock_heartbeat == timedelta(milliseconds=50)
 
 
-def test_for_ever_is_a_hundred_years_which_can_be_subtracted_from_now() -> None:
+def test_unlimited_is_a_hundred_years_and_can_be_subtracted_from_now() -> None:
     assert Settings(keep_dead="36500d")
     assert refused_in_code(keep_dead=timedelta.max).key == "keep_dead"
 
@@ -171,7 +171,7 @@ def test_an_unknown_keyword_is_refused_with_the_nearest_name() -> None:
     assert str(error) == ("setting fanout_pol_delay = '1s': expected a known setting; did you mean fanout_poll_delay?")
 
 
-def test_an_unknown_keyword_that_resembles_nothing_is_refused_with_all_names() -> None:
+def test_an_unrecognizable_keyword_is_refused_with_all_names() -> None:
     error = refused_in_code(zzz=1)
 
     assert all(leaf in error.expected for leaf in LEAFS)
@@ -185,7 +185,7 @@ def test_decoding_raises_the_same_error() -> None:
 # --- load: names ---------------------------------------------------------------------------------
 
 
-def test_nothing_to_read_gives_the_defaults() -> None:
+def test_an_empty_source_gives_the_defaults() -> None:
     assert Settings.load(None, environ=None) == Settings()
     assert load({}) == Settings()
 
@@ -203,18 +203,18 @@ def test_nothing_to_read_gives_the_defaults() -> None:
         {"handling.poll-delay": "3s"},
     ],
 )
-def test_a_leaf_may_be_in_snake_kebab_or_camel_case_and_nested(source: dict[str, object]) -> None:
+def test_a_name_may_be_in_snake_kebab_or_camel_case(source: dict[str, object]) -> None:
     assert load(source) == Settings(handling_poll_delay="3s")
 
 
-def test_nested_and_flat_leafs_mix() -> None:
+def test_nested_and_flat_names_mix() -> None:
     source = {"handling": {"enabled": False, "poll-delay": "1m"}, "keep": {"dead": "1d"}, "concurrency": 5}
 
     assert load(source) == Settings(handling_enabled=False, handling_poll_delay="1m", keep_dead="1d", concurrency=5)
 
 
 @pytest.mark.parametrize("leaf", LEAFS)
-def test_every_leaf_is_found_under_each_of_its_names(leaf: str) -> None:
+def test_every_setting_is_found_by_each_of_its_names(leaf: str) -> None:
     value = getattr(Settings(), leaf)
     first, *rest = leaf.split("_")
     names = {leaf, leaf.replace("_", "-"), first + "".join(word.title() for word in rest)}
@@ -235,7 +235,7 @@ def test_every_leaf_is_found_under_each_of_its_names(leaf: str) -> None:
         ({1: 2}, "1"),
     ],
 )
-def test_an_unknown_key_is_refused_as_it_is_written(source: dict[str, object], key: str) -> None:
+def test_an_unknown_key_is_refused_as_written(source: dict[str, object], key: str) -> None:
     error = refused(source)
 
     assert error.key == key
@@ -250,7 +250,7 @@ def test_an_empty_group_sets_nothing() -> None:
     assert load({"handling": {}}) == Settings()
 
 
-def test_two_spellings_of_one_leaf_are_refused() -> None:
+def test_two_spellings_of_one_setting_are_refused() -> None:
     error = refused({"handling": {"poll-delay": "1s"}, "handlingPollDelay": "2s"})
 
     assert str(error) == (
@@ -269,12 +269,12 @@ def test_text_is_converted() -> None:
 
 
 @pytest.mark.parametrize("text", ["true", "True", "yes", "on", "1"])
-def test_words_for_true(text: str) -> None:
+def test_spellings_of_true(text: str) -> None:
     assert load({"purge_enabled": text}).purge_enabled is True
 
 
 @pytest.mark.parametrize("text", ["false", "FALSE", "no", "off", "0"])
-def test_words_for_false(text: str) -> None:
+def test_spellings_of_false(text: str) -> None:
     assert load({"purge_enabled": text}).purge_enabled is False
 
 
@@ -291,15 +291,13 @@ def test_words_for_false(text: str) -> None:
         ({"lock-heartbeat": "1ms"}, "lock-heartbeat", "1ms"),
     ],
 )
-def test_a_bad_value_is_refused_under_the_name_that_was_written(
-    source: dict[str, object], key: str, value: object
-) -> None:
+def test_a_bad_value_is_refused_under_the_name_as_written(source: dict[str, object], key: str, value: object) -> None:
     error = refused(source)
 
     assert (error.key, error.value) == (key, value)
 
 
-def test_a_choice_is_one_of_its_words(toml: Path) -> None:
+def test_a_choice_is_one_of_its_values(toml: Path) -> None:
     toml.write_text('[outboxio]\nbalance = "all"')
 
     assert Settings(balance="all").balance == "all"
@@ -318,7 +316,7 @@ def test_a_choice_is_one_of_its_words(toml: Path) -> None:
         (["all"], ""),
     ],
 )
-def test_a_word_that_is_no_choice_is_refused_with_the_nearest_one(value: Any, hint: str) -> None:
+def test_an_invalid_choice_is_refused_with_the_nearest_value(value: Any, hint: str) -> None:
     expected = f"one of 'partitioned', 'all'{hint}"
 
     assert refused_in_code(balance=value).expected == expected
@@ -334,26 +332,26 @@ def test_the_environment_overrides_the_source() -> None:
     assert load(source, OUTBOXIO_CONCURRENCY="7") == Settings(concurrency=7, keep_dead="1d")
 
 
-def test_what_the_environment_overrides_must_still_be_right() -> None:
+def test_values_overridden_by_the_environment_must_still_be_valid() -> None:
     assert refused({"concurrency": "many"}, OUTBOXIO_CONCURRENCY="7").key == "concurrency"
 
 
 @pytest.mark.parametrize("leaf", LEAFS)
-def test_every_leaf_has_a_variable(leaf: str) -> None:
+def test_every_setting_has_a_variable(leaf: str) -> None:
     value = getattr(Settings(), leaf)
     text = str(value.total_seconds() if isinstance(value, timedelta) else value)
 
     assert Settings.load(environ={f"OUTBOXIO_{leaf.upper()}": text}) == Settings()
 
 
-def test_the_environment_of_the_process_is_read_unless_another_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_of_the_process_is_read_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUTBOXIO_FANOUT_POLL_DELAY", "250ms")
 
     assert Settings.load() == Settings(fanout_poll_delay=0.25)
     assert Settings.load(environ=None) == Settings()
 
 
-def test_a_bad_value_in_the_environment_is_refused_under_the_variable_s_name() -> None:
+def test_a_bad_environment_value_is_refused_under_the_variables_name() -> None:
     error = refused(OUTBOXIO_CONCURRENCY="many")
 
     assert str(error) == "setting OUTBOXIO_CONCURRENCY = 'many': expected a whole number, 1 or more"
@@ -368,11 +366,11 @@ def test_an_unknown_variable_is_refused_with_the_nearest_one(variable: str) -> N
     assert "did you mean OUTBOXIO_CONCURRENCY?" in error.expected
 
 
-def test_the_value_of_an_unknown_variable_is_not_repeated_because_it_may_be_a_secret() -> None:
+def test_the_value_of_an_unknown_variable_is_not_repeated() -> None:
     assert "hunter2" not in str(refused(OUTBOXIO_DATABASE_URL="postgresql://app:hunter2@db/app"))
 
 
-def test_variables_of_others_are_left_alone() -> None:
+def test_unrelated_variables_are_ignored() -> None:
     settings = load(
         OUTBOXIO_TEST_POSTGRES="postgresql://localhost", OUTBOXIO_DATABASE="sqlite://", OUTBOXIOUS="1", PATH="/bin"
     )
@@ -428,7 +426,7 @@ async def test_an_outbox_applies_the_environment_unless_it_has_settings(monkeypa
         '[outboxio]\nkeep_dead = "P1D"\nhandling_enabled = false\n[tool.outboxio]\ntarget = "app:outbox"',
     ],
 )
-def test_a_toml_file_has_its_settings_in_a_table_of_ours_or_at_the_top(toml: Path, text: str) -> None:
+def test_toml_settings_are_in_an_outboxio_table_or_at_top_level(toml: Path, text: str) -> None:
     toml.write_text(text)
 
     expected = Settings(keep_dead="1d", handling_enabled=False)
@@ -455,7 +453,7 @@ def test_two_tables_of_settings_in_one_file_are_refused(toml: Path, second: str)
         'tool.outboxio = "hunter2"',
     ],
 )
-def test_the_value_of_an_unknown_key_is_not_repeated_because_it_may_be_a_secret(toml: Path, text: str) -> None:
+def test_the_value_of_an_unknown_key_is_not_repeated(toml: Path, text: str) -> None:
     toml.write_text(text)
 
     error = refused(toml)
@@ -469,7 +467,7 @@ def test_a_mapping_may_have_the_same_tables() -> None:
 @pytest.mark.parametrize(
     ("source", "key"), [({"outboxio": 5}, "outboxio"), ({"tool": {"outboxio": "x"}}, "tool.outboxio")]
 )
-def test_a_table_of_ours_that_is_no_table_is_refused(source: dict[str, object], key: str) -> None:
+def test_an_outboxio_key_that_is_not_a_table_is_refused(source: dict[str, object], key: str) -> None:
     error = refused(source)
 
     assert (error.key, error.expected) == (key, "a table of settings")

@@ -1,4 +1,4 @@
-"""The settler: no outcome is lost, and an outcome that the database refuses holds up no other outcome."""
+"""The settler: no outcome is lost, and an outcome that the database refuses does not block others."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def test_equal_outcomes_are_written_together_and_their_rows_forgotten(part
     assert (parts.state.counters.succeeded, parts.state.counters.failed) == (3, 1)
 
 
-async def test_outcomes_wait_for_each_other_while_more_are_to_be_expected(parts: Parts) -> None:
+async def test_outcomes_wait_for_each_other_while_more_are_expected(parts: Parts) -> None:
     parts.state.running = 1
     add(parts, 1, 2, 3)
     assert not parts.signals.settle.is_set
@@ -52,7 +52,7 @@ async def test_the_last_outcome_is_written_at_once(parts: Parts) -> None:
     assert parts.signals.settle.is_set
 
 
-async def test_an_outcome_waits_no_longer_than_the_delay() -> None:
+async def test_an_outcome_waits_at_most_for_the_delay() -> None:
     parts = Parts(queue_of(), settings=Settings(outcome_delay="20ms"))
     parts.state.running = 1
     add(parts, 1)
@@ -61,7 +61,7 @@ async def test_an_outcome_waits_no_longer_than_the_delay() -> None:
     await parts.close()
 
 
-async def test_while_the_database_is_gone_outcomes_are_kept_in_their_order(parts: Parts) -> None:
+async def test_outcomes_stay_in_order_while_the_database_is_away(parts: Parts) -> None:
     def gone(bucket: Bucket) -> None:
         raise Gone
 
@@ -78,7 +78,7 @@ async def test_while_the_database_is_gone_outcomes_are_kept_in_their_order(parts
     assert parts.table.settled == [("SUCCEEDED", [1, 2, 3])]
 
 
-async def test_an_error_of_one_bucket_keeps_no_other_from_being_written(parts: Parts) -> None:
+async def test_an_error_in_one_bucket_does_not_stop_the_others(parts: Parts) -> None:
     def only_failures(bucket: Bucket) -> None:
         if bucket.state is State.FAILED:
             raise RuntimeError("of this bucket")
@@ -92,7 +92,7 @@ async def test_an_error_of_one_bucket_keeps_no_other_from_being_written(parts: P
     assert [outcome.notification_id.int for outcome in parts.settler.waiting] == [2]
 
 
-async def test_a_value_that_the_database_refuses_is_found_by_halves_and_left_out(parts: Parts) -> None:
+async def test_a_value_that_the_database_refuses_is_isolated_by_halving(parts: Parts) -> None:
     def refuses(bucket: Bucket) -> None:
         if any(outcome.error == '"\\u0000"' for outcome in bucket.outcomes):
             raise Refused
@@ -106,10 +106,10 @@ async def test_a_value_that_the_database_refuses_is_found_by_halves_and_left_out
     assert (parts.settler.waiting, parts.in_flight.rows) == ([], {})
 
 
-@pytest.mark.parametrize("took_anew", [False, True])
-async def test_refused_outcomes_are_remembered_and_their_rows_are_swept_for(parts: Parts, took_anew: bool) -> None:
+@pytest.mark.parametrize("reacquired", [False, True])
+async def test_refused_outcomes_are_remembered_and_their_rows_are_swept(parts: Parts, reacquired: bool) -> None:
     def refuse_all(bucket: Bucket) -> int:
-        parts.cursors.takes += took_anew
+        parts.cursors.takes += reacquired
         return 0
 
     parts.cursor().next_read(10, 1.0)
@@ -120,25 +120,25 @@ async def test_refused_outcomes_are_remembered_and_their_rows_are_swept_for(part
     await parts.settler.settle_once()
 
     remembered = [parts.settler.refused.of(run.notification) for run in runs]
-    assert [None if refused is None else refused.term for refused in remembered] == [None if took_anew else 1] * 2
+    assert [None if refused is None else refused.term for refused in remembered] == [None if reacquired else 1] * 2
     assert (parts.state.counters.refused, parts.state.counters.succeeded, parts.in_flight.rows) == (2, 0, {})
     assert not parts.cursor().scan.has_period
 
 
-async def test_a_row_without_an_outcome_is_released_and_swept_for(parts: Parts) -> None:
+async def test_a_row_without_an_outcome_is_released_and_swept(parts: Parts) -> None:
     parts.cursor().next_read(10, 1.0)
     parts.settler.end(parts.in_flight_run(1), None)
     assert (parts.settler.waiting, parts.in_flight.rows, parts.cursor().scan.has_period) == ([], {}, False)
 
 
-async def test_a_row_that_was_settled_in_its_own_transaction_is_counted_and_forgotten(parts: Parts) -> None:
+async def test_a_row_settled_in_its_own_transaction_is_counted_and_forgotten(parts: Parts) -> None:
     run = parts.in_flight_run(1)
     run.is_settled = True
     parts.settler.end(run, None)
     assert (parts.state.counters.succeeded, parts.in_flight.rows, parts.settler.waiting) == (1, {}, [])
 
 
-async def test_outcomes_that_cannot_be_written_until_the_deadline_are_named(parts: Parts) -> None:
+async def test_outcomes_not_written_by_the_deadline_are_named(parts: Parts) -> None:
     def gone(bucket: Bucket) -> None:
         raise Gone
 
@@ -149,12 +149,12 @@ async def test_outcomes_that_cannot_be_written_until_the_deadline_are_named(part
     assert sorted(number.int for number in error.value.notification_ids) == [1, 2]
 
 
-async def test_finding_holds_back_while_too_many_outcomes_wait(parts: Parts) -> None:
+async def test_reading_pauses_while_too_many_outcomes_wait(parts: Parts) -> None:
     limit = 4 * 4 + parts.settings.handling_batch_size
     add(parts, *range(limit))
-    assert not parts.settler.is_choked
+    assert not parts.settler.is_overloaded
     add(parts, limit)
-    assert parts.settler.is_choked
+    assert parts.settler.is_overloaded
 
 
 async def test_a_refusal_names_the_slots(parts: Parts, caplog: pytest.LogCaptureFixture) -> None:
@@ -166,7 +166,7 @@ async def test_a_refusal_names_the_slots(parts: Parts, caplog: pytest.LogCapture
     assert "has taken over 'h', 'h', partition 3," in caplog.text
 
 
-async def test_retries_that_are_due_soon_are_found_each_in_time_with_a_single_timer(parts: Parts) -> None:
+async def test_retries_due_soon_are_found_in_time_with_one_timer(parts: Parts) -> None:
     before, soon = timers(), [parts.now + timedelta(seconds=seconds) for seconds in (0.03, 0.01, 0.02)]
     for number, due in enumerate(soon, 1):
         outcome = parts.outcome(parts.in_flight_run(number), State.FAILED, '"no"')
@@ -178,7 +178,7 @@ async def test_retries_that_are_due_soon_are_found_each_in_time_with_a_single_ti
     assert timers() == before
 
 
-async def test_a_settler_that_has_ended_leaves_no_timer_of_a_retry(parts: Parts) -> None:
+async def test_a_stopped_settler_leaves_no_retry_timer(parts: Parts) -> None:
     before = timers()
     outcome = parts.outcome(parts.in_flight_run(1), State.FAILED, '"no"')
     parts.settler.add(msgspec.structs.replace(outcome, next_retry_at=parts.now + timedelta(seconds=0.5)))

@@ -1,8 +1,7 @@
-"""Statements are constants: no identifier and no value from data gets into a statement.
+"""SQL statements are constants: neither identifiers nor values from data become a part of a statement.
 
-The source of ``outboxio/storage`` is walked for everything that puts text together inside a function. Each such place
-is listed here with the reason for which it is harmless; a new place fails the test, and so does a listed place that is
-gone.
+The test searches the source of ``outboxio/storage`` for functions that build text. Each of them is listed here with the
+reason why it is safe. A new function fails the test, and so does a listed function that no longer builds text.
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ from tests.kit.sources import PACKAGE, modules, tree_of
 
 STORAGE = PACKAGE / "storage"
 
-#: Functions that make constants: they are called while modules are imported, and never later.
+#: Functions that build constants: they are only called while modules are imported.
 AT_IMPORT = {
     "mysql/columns.py": {"_hash", "notifications_of", "partition_among", "partition_of", "selected", "as_json_value"},
-    "mysql/flavour.py": {"by_flavour", "for_flavours", "_spelled"},
+    "mysql/flavour.py": {"by_flavour", "for_flavours", "_expanded"},
     "mysql/ordering.py": {"_find_first", "_first"},
     "postgres/columns.py": {"_context", "_micros", "partition_of", "selected"},
     "postgres/events.py": {"_with_handoff", "_without_handoff"},
@@ -25,33 +24,33 @@ AT_IMPORT = {
     "sqlite/columns.py": {"due_row", "micros", "names", "values"},
     "transaction_endings.py": {"Lexicon", "_postgres", "_mysql"},
     "statement.py": {"delete"},
-    "tables/ordering.py": {"_first_in", "_heads_behind", "_next_in", "_next_key"},
+    "tables/ordering.py": {"_first_in", "_heads_after", "_next_in", "_next_key"},
     "tables/probes.py": {"_between", "_newest", "_next_name", "_next_waiting", "_of_state", "_range"},
     "tables/subscriptions.py": {"_next_namespace"},
-    "tables/reads.py": {"_count", "_mysql_is_text", "_mysql_text", "_of_listed", "_walk"},
+    "tables/reads.py": {"_count", "_mysql_is_text", "_mysql_text", "_of_listed", "_scan"},
     "tables/notifications.py": {"_records"},
     "syntax.py": {"Syntax", "PostgresSyntax", "MysqlSyntax", "SqliteSyntax"},
 }
 
 IDS = "ids of rows: checked to be UUIDs where they come from a caller"
 PLACEHOLDERS = "as many placeholders as there are arguments"
-SESSION = "our own settings, by names and values of this source, or numbers that the server said"
-TEXT = "no statement: what people read"
-FOR_PEOPLE = "never run here: a statement of our own files, or a GRANT, that a person is told to run"
-NAME = "no statement: a name of this process, or of a file"
+SESSION = "session settings: names and values from this source, or numbers from the server"
+TEXT = "not a statement: text for people"
+FOR_PEOPLE = "not run: a statement from the SQL files, or a GRANT, for a person to run"
+NAME = "not a statement: a name of this process, or of a file"
 
-#: Where text is put together in a function that runs later, and why no data becomes a part of a statement there.
+#: Functions that build text at run time, and why no data becomes a part of a statement there.
 HARMLESS = {
-    "__main__.py": {"main": "printed, never run", "statements": "no statement: the name of a module"},
-    "statement.py": {"numbered": "numbers of parameters", "Query._read": "no statement: names of fields"},
+    "__main__.py": {"main": "printed, never run", "statements": "not a statement: the name of a module"},
+    "statement.py": {"numbered": "numbers of parameters", "Query._read": "not a statement: names of fields"},
     "tables/reads.py": {
-        "matching": "constants, in a row",
-        "matching_events": "constants, in a row",
+        "matching": "joined constants",
+        "matching_events": "joined constants",
         "_joined": "an argument: a pattern",
     },
     "migration.py": {"_flaws": TEXT, "_flaws_of_table": TEXT},
-    "__init__.py": {"Shard.__repr__": TEXT, "_plain": "no statement: a URL"},
-    "engines/given_engine.py": {"GivenEngine.place": TEXT, "GivenEngine.refusal": TEXT, "given_engine": TEXT},
+    "__init__.py": {"Shard.__repr__": TEXT, "_plain": "not a statement: a URL"},
+    "engines/user_engine.py": {"UserEngine.address": TEXT, "UserEngine.refusal": TEXT, "user_engine": TEXT},
     "mysql/connection.py": {
         "LoopConnection.fetch_all": "one constant, repeated",
         "LoopConnection.transaction": SESSION,
@@ -62,40 +61,40 @@ HARMLESS = {
         "id_list": IDS,
     },
     "postgres/server_info.py": {"identity_of": TEXT},
-    "postgres/insertion.py": {"blocking_insertion": "no statement: names of arguments, which are numbers"},
+    "postgres/insertion.py": {"blocking_insertion": "not a statement: names of arguments, which are numbers"},
     "synchronous.py": {"_mysql_insertion": PLACEHOLDERS, "synchronous": TEXT},
     "mysql/database.py": {
         "identity_of": TEXT,
         "MysqlDatabase._reason": TEXT,
-        "MysqlDatabase._give_up": TEXT,
-        "MysqlDatabase._session_number": "constants, in a row",
+        "MysqlDatabase._on_timeout": TEXT,
+        "MysqlDatabase._session_number": "joined constants",
     },
     "mysql/notifications.py": {
         "settlement": IDS,
-        "as_notifications": "no statement: an answer",
+        "as_notifications": "not a statement: a result",
         "few_of_slots": "one constant, repeated",
         "of_slots": "one constant, repeated",
     },
     "mysql/fanout.py": {
-        "MysqlFanout._claim_and_notify": "constants, in a row",
+        "MysqlFanout._claim_and_notify": "joined constants",
         "MysqlFanout._message": IDS,
         "MysqlFanout._notify": IDS,
-        "find_wanted": PLACEHOLDERS,
-        "claim_statement": "constants, in a row",
+        "find_undelivered_keys": PLACEHOLDERS,
+        "claim_statement": "joined constants",
         "_branch": PLACEHOLDERS,
     },
     "mysql/new_notifications.py": {"take_committed": IDS, "find_just_made": IDS + "; and placeholders"},
     "mysql/claim_plan.py": {
-        "Key.name": "no statement: a key of fan-out",
-        "keys_of": "no statement: a key of fan-out",
-        "subscribed": "no statement: an answer",
+        "Key.name": "not a statement: a key of fan-out",
+        "keys_of": "not a statement: a key of fan-out",
+        "subscribed": "not a statement: a result",
     },
-    "mysql/lock.py": {"MysqlClusterLock.release": PLACEHOLDERS, "_give_back": PLACEHOLDERS},
+    "mysql/lock.py": {"MysqlClusterLock.release": PLACEHOLDERS, "_release": PLACEHOLDERS},
     "mysql/port.py": {
-        "next_values": "variables that are called by numbers",
-        "jump_together": "variables that are called by numbers",
-        "_assigned": "constants, and variables that are called by numbers",
-        "_next": "constants, and variables that are called by numbers",
+        "next_values": "numbered variables",
+        "jump_together": "numbered variables",
+        "_assigned": "constants, and numbered variables",
+        "_next": "constants, and numbered variables",
         "MysqlPort._fetch": "a constant",
         "MysqlPort.named.placeholder": PLACEHOLDERS,
         "MysqlPort.fetch_each.work": "one constant, repeated, and numbers in names of arguments",
@@ -103,7 +102,7 @@ HARMLESS = {
     "mysql/schema.py": {
         "MysqlSchema._rights_missing": FOR_PEOPLE,
         "MysqlSchema._refuse_old": TEXT,
-        "MysqlSchema._with_indexes": "no statement: lists of columns",
+        "MysqlSchema._with_indexes": "not a statement: lists of columns",
         "_quoted": FOR_PEOPLE,
     },
     "mysql/insertion.py": {
@@ -113,14 +112,14 @@ HARMLESS = {
         "refusal_of": TEXT,
     },
     "mysql/session.py": {
-        "_joined": "whole statements, in a row",
+        "_joined": "joined statements",
         "MysqlSession.claim": IDS,
         "MysqlSession.finish": IDS,
-        "MysqlSession.insert_notifications": "constants, in a row",
+        "MysqlSession.insert_notifications": "joined constants",
         "MysqlSession._literal": "bytes, as hexadecimal digits",
         "MysqlSession._run": "the caller's own statement, as its driver would fill it in",
     },
-    "connections/health.py": {"Connections.explained": TEXT},
+    "connections/health.py": {"ServerConnections.explained": TEXT},
     "mysql/driver.py": {"_own_types": TEXT},
     "mysql/url.py": {"_context_of_engine": TEXT, "url_of": TEXT, "where": TEXT},
     "mysql/values.py": {"_escaping_backslashes": "what escapes", "_doubling_quotes": "what escapes"},
@@ -130,10 +129,10 @@ HARMLESS = {
         "LoopConnection.restore": SESSION,
         "LoopConnection._refused": TEXT,
     },
-    "postgres/columns.py": {"encoding_called": "no statement: the name of a codec"},
+    "postgres/columns.py": {"encoding_called": "not a statement: the name of a codec"},
     "postgres/database.py": {
         "PostgresDatabase.notify": "a channel that is a digest, and a payload that was quoted",
-        "PostgresDatabase._explained": TEXT,
+        "PostgresDatabase._translated": TEXT,
         "where": TEXT,
     },
     "postgres/notifications.py": {"settlement": "an argument: slots, as texts"},
@@ -142,8 +141,8 @@ HARMLESS = {
         "PostgresSchema._refuse_lacking": FOR_PEOPLE,
         "PostgresSchema._cannot_make": FOR_PEOPLE,
     },
-    "postgres/resetting.py": {"ResetsItself._end": "constants, in a row"},
-    "postgres/errors.py": {"named": "no statement: names of classes"},
+    "postgres/resetting.py": {"ResettingConnection._end": "joined constants"},
+    "postgres/errors.py": {"named": "not a statement: names of classes"},
     "postgres/psycopg_adapter.py": {
         "PsycopgConnection.add_listener": "a channel that is a digest",
         "PsycopgConnection.remove_listener": "a channel that is a digest",
@@ -160,7 +159,7 @@ HARMLESS = {
         "PostgresClusterLock.release": "numbers, and names that were quoted",
     },
     "ddl.py": {
-        "Part.words": TEXT,
+        "Part.description": TEXT,
         "_parts_in": FOR_PEOPLE,
         "_parts_added": "texts of our files",
         "with_primary_key": "texts of our files",
@@ -170,17 +169,17 @@ HARMLESS = {
     },
     "schema.py": {
         "_missing": TEXT,
-        "refuse_lacking": FOR_PEOPLE,
+        "require_rights": FOR_PEOPLE,
         "refuse_older": TEXT,
-        "useless_indexes": "no statement: lists of columns",
+        "mismatched_indexes": "not a statement: lists of columns",
     },
     "connections/server.py": {"ServerDatabase._watch_over": TEXT},
-    "tables/subscriptions.py": {"Subscriptions.job_holders": "no statement: the beginning of the names of leases"},
-    "connections/watch.py": {"Watch._not_answered": TEXT, "Watch._end_waiting": TEXT},
-    "sqlite/database.py": {"SqliteDatabase.require_own": TEXT},
-    "sqlite/events.py": {"Key.name": "no statement: the key of a room"},
-    "sqlite/lock.py": {"FileLocks.take": NAME, "_refuse_foreign": TEXT},
-    "sqlite/schema.py": {"SqliteSchema._refuse_without_keys": TEXT, "SqliteSchema.orders_refused": TEXT},
+    "tables/subscriptions.py": {"Subscriptions.job_holders": "not a statement: the beginning of the names of leases"},
+    "connections/watch.py": {"Watch._timed_out": TEXT, "Watch._end_waiting": TEXT},
+    "sqlite/database.py": {"SqliteDatabase.require_same_database": TEXT},
+    "sqlite/events.py": {"Key.name": "not a statement: a key of fan-out"},
+    "sqlite/lock.py": {"FileLocks.take": NAME, "_require_trusted_owner": TEXT},
+    "sqlite/schema.py": {"SqliteSchema._refuse_without_keys": TEXT, "SqliteSchema.operations_unavailable": TEXT},
     "sqlite/session.py": {"is_connection": NAME},
 }
 
@@ -190,7 +189,7 @@ def sources() -> Iterator[tuple[str, ast.Module]]:
         yield str(file.relative_to(STORAGE)), tree_of(file)
 
 
-def puts_text_together(node: ast.AST) -> bool:
+def builds_text(node: ast.AST) -> bool:
     if isinstance(node, ast.JoinedStr):
         return any(isinstance(part, ast.FormattedValue) for part in node.values)
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
@@ -205,11 +204,11 @@ def is_text(node: ast.AST) -> bool:
 
 
 def places(node: ast.AST, scope: tuple[str, ...] = ()) -> Iterator[str]:
-    """The functions in which text is put together, apart from errors that are raised and lines that are logged."""
+    """Yield the functions that build text, except for raised errors and log messages."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Raise) or (isinstance(child, ast.Call) and is_logged(child.func)):
             continue
-        if scope and puts_text_together(child):
+        if scope and builds_text(child):
             yield ".".join(scope)
         names = (child.name,) if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) else ()
         yield from places(child, (*scope, *names))
@@ -222,7 +221,7 @@ def is_logged(function: ast.expr) -> bool:
 
 
 def calls(node: ast.AST, name: str, scope: str = "") -> Iterator[str]:
-    """The outermost functions from which a name is called; empty for the module itself."""
+    """Yield the outermost functions that call a name; an empty text for the module itself."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Call) and isinstance(child.func, ast.Name) and child.func.id == name:
             yield scope
@@ -230,7 +229,7 @@ def calls(node: ast.AST, name: str, scope: str = "") -> Iterator[str]:
         yield from calls(child, name, scope or (child.name if is_named else ""))
 
 
-def test_statements_are_put_together_only_where_no_data_can_become_a_part_of_them() -> None:
+def test_data_never_becomes_part_of_a_statement() -> None:
     found = {file: set(places(tree)) for file, tree in sources()}
 
     at_run_time = {
@@ -240,13 +239,13 @@ def test_statements_are_put_together_only_where_no_data_can_become_a_part_of_the
     assert {file: some for file, some in at_run_time.items() if some} == {f: set(some) for f, some in HARMLESS.items()}
 
 
-def test_what_makes_constants_is_called_at_import_only() -> None:
+def test_constants_are_only_built_at_import() -> None:
     for file, tree in sources():
         for maker in AT_IMPORT.get(file, ()):
             assert set(calls(tree, maker)) <= {"", *AT_IMPORT[file]}, (file, maker)
 
 
-def test_a_statement_that_takes_a_name_from_data_would_be_found() -> None:
+def test_a_statement_built_from_data_is_detected() -> None:
     for bad in (
         'f"SELECT * FROM {table}"', '"SELECT * FROM %s" % table', '"SELECT * FROM " + table',
         '"SELECT * FROM {}".format(table)', '" ".join(["SELECT * FROM", table])',

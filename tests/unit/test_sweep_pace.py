@@ -1,4 +1,4 @@
-"""The pauses between sweeps, by the time that a sweep takes longer than the reads between sweeps."""
+"""The pauses between sweeps, depending on how much slower sweeps are than reads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ USUAL = 0.001  # seconds
 
 
 class Looks:
-    """Reads in turn, on a clock that moves by their duration."""
+    """Sequential reads on a clock that advances by their duration."""
 
     def __init__(self) -> None:
         self.pace = Pace()
@@ -33,13 +33,13 @@ def looks() -> Looks:
     return looks
 
 
-def test_sweeps_that_take_no_longer_than_other_looks_may_follow_at_once(looks: Looks) -> None:
+def test_fast_sweeps_may_follow_immediately(looks: Looks) -> None:
     assert [looks.sweep(USUAL) for _ in range(5)] == [0] * 5
     assert looks.pace.allows(looks.now)
 
 
 @pytest.mark.parametrize("took", [0.01, 0.145, 0.5])
-def test_sweeps_that_take_longer_take_a_fixed_share_of_the_time(looks: Looks, took: float) -> None:
+def test_slow_sweeps_take_a_fixed_share_of_the_time(looks: Looks, took: float) -> None:
     looks.sweep(took)
     wait = looks.sweep(took)
     assert wait == pytest.approx(SHARE_OF_TIME * (took - USUAL))
@@ -47,31 +47,31 @@ def test_sweeps_that_take_longer_take_a_fixed_share_of_the_time(looks: Looks, to
     assert looks.pace.allows(looks.now + wait + 0.001)
 
 
-def test_no_sweep_waits_for_longer_than_a_minute(looks: Looks) -> None:
+def test_no_sweep_is_delayed_by_more_than_a_minute(looks: Looks) -> None:
     looks.sweep(100)
     assert looks.sweep(100) == pytest.approx(LONGEST_PAUSE)
 
 
-def test_one_sweep_that_takes_long_by_chance_delays_nothing(looks: Looks) -> None:
+def test_a_single_slow_sweep_causes_no_delay(looks: Looks) -> None:
     looks.sweep(USUAL)
     assert looks.sweep(3.0) == 0
     assert looks.sweep(USUAL) == 0
 
 
-def test_where_every_look_is_slow_sweeps_are_not(looks: Looks) -> None:
-    """Far away from the database, or on a machine that has much to do."""
+def test_sweeps_as_slow_as_reads_cause_no_delay(looks: Looks) -> None:
+    """With a distant database, or on a busy machine."""
     for _ in range(50):
         looks.look(0.03)
     looks.sweep(0.05)
     assert looks.sweep(0.05) == 0
 
 
-def test_what_nobody_would_notice_delays_nothing(looks: Looks) -> None:
+def test_negligible_differences_cause_no_delay(looks: Looks) -> None:
     looks.sweep(USUAL + UNNOTICED)
     assert looks.sweep(USUAL + UNNOTICED) == 0
 
 
-def test_looks_are_compared_with_looks_that_found_about_as_much(looks: Looks) -> None:
+def test_sweeps_are_compared_with_reads_of_similar_size(looks: Looks) -> None:
     looks.look(0.05, rows=1000)
     for _ in range(2):
         assert looks.sweep(0.05, rows=1000) == 0
@@ -79,7 +79,7 @@ def test_looks_are_compared_with_looks_that_found_about_as_much(looks: Looks) ->
     assert looks.sweep(0.05, rows=1) > 1
 
 
-def test_what_looks_took_when_they_were_slow_is_forgotten_while_only_sweeps_are_made(looks: Looks) -> None:
+def test_usual_times_decay_while_only_sweeps_run(looks: Looks) -> None:
     for _ in range(50):
         looks.look(0.03)
     waits = [looks.sweep(0.03) for _ in range(20)]
@@ -87,8 +87,8 @@ def test_what_looks_took_when_they_were_slow_is_forgotten_while_only_sweeps_are_
     assert max(waits) > 0
 
 
-def test_a_sweep_can_be_hurried(looks: Looks) -> None:
+def test_a_sweep_can_be_allowed_immediately(looks: Looks) -> None:
     looks.sweep(1.0)
     looks.sweep(1.0)
-    looks.pace.hurry()
+    looks.pace.allow_now()
     assert looks.pace.allows(looks.now)

@@ -1,4 +1,4 @@
-"""The seam of telemetry: which telemetry an outbox has, and how a sampled row is recognised."""
+"""The telemetry interface: which telemetry an outbox has, and how a sampled row is recognized."""
 
 from __future__ import annotations
 
@@ -12,7 +12,14 @@ import pytest
 from outboxio import Outbox
 from outboxio.model.notification import Notification
 from outboxio.telemetry import Execution, Telemetry
-from outboxio.telemetry.protocol import NO_TELEMETRY, TelemetryChoice, carried, use_in_process, use_no_more, with_trace
+from outboxio.telemetry.protocol import (
+    NO_TELEMETRY,
+    TelemetryChoice,
+    carried,
+    remove_from_process,
+    use_in_process,
+    with_trace,
+)
 
 PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-"
 
@@ -40,7 +47,7 @@ def of_process() -> Iterator[OfProcess]:
     telemetry = OfProcess()
     use_in_process(telemetry)
     yield telemetry
-    use_no_more(telemetry)
+    remove_from_process(telemetry)
 
 
 def execute(choice: TelemetryChoice) -> None:
@@ -48,21 +55,21 @@ def execute(choice: TelemetryChoice) -> None:
         execution.repeated()
 
 
-def test_an_outbox_without_telemetry_has_telemetry_that_does_nothing() -> None:
+def test_an_outbox_without_telemetry_has_a_no_op() -> None:
     choice = TelemetryChoice()
 
     assert choice.chosen is NO_TELEMETRY
     execute(choice)
 
 
-def test_several_telemetries_are_told_in_order() -> None:
+def test_several_telemetries_are_called_in_order() -> None:
     first, second = Counting(), Counting()
     execute(TelemetryChoice([first, second]))
 
     assert (first.executions, second.executions) == (1, 1)
 
 
-def test_telemetry_is_told_of_the_outboxes_that_have_it() -> None:
+def test_telemetry_is_called_only_for_its_outboxes() -> None:
     class Attached(Telemetry):
         def __init__(self) -> None:
             self.outboxes: list[Outbox] = []
@@ -77,18 +84,18 @@ def test_telemetry_is_told_of_the_outboxes_that_have_it() -> None:
     assert two.statistics.keys() == {"default"}
 
 
-def test_telemetry_of_the_process_is_told_of_outboxes_made_before_and_after() -> None:
+def test_telemetry_of_the_process_covers_outboxes_made_before_and_after() -> None:
     before, telemetry = TelemetryChoice(), OfProcess()
     use_in_process(telemetry)
     execute(before)
     execute(TelemetryChoice())
-    use_no_more(telemetry)
+    remove_from_process(telemetry)
     execute(before)
 
     assert telemetry.executions == 2
 
 
-def test_given_telemetry_may_replace_the_telemetry_of_the_process(of_process: OfProcess) -> None:
+def test_an_explicit_telemetry_may_replace_that_of_the_process(of_process: OfProcess) -> None:
     own, other = Counting(), Telemetry()
     execute(TelemetryChoice(own))
     execute(TelemetryChoice(other))
@@ -119,7 +126,7 @@ def test_a_row_without_the_header_is_not_sampled() -> None:
     assert not row_with(b"null").may_be_sampled
 
 
-def test_headers_of_a_trace_take_the_place_of_older_headers_and_leave_the_rest() -> None:
+def test_trace_headers_replace_older_ones_and_keep_the_others() -> None:
     headers = msgspec.json.encode({"tenant": "a", "traceparent": "old", "tracestate": "old"}).decode()
     merged = with_trace(headers, {"traceparent": "new"}, ("traceparent", "tracestate"))
 
@@ -129,7 +136,7 @@ def test_headers_of_a_trace_take_the_place_of_older_headers_and_leave_the_rest()
     assert with_trace('{"traceparent":"old"}', {}, ("traceparent",)) is None
 
 
-def test_events_of_handlers_take_over_the_headers_of_traces_only() -> None:
+def test_events_of_handlers_inherit_only_trace_headers() -> None:
     headers = {"traceparent": PARENT, "tenant": "a", "baggage": 7, "sentry-trace": "x"}
 
     assert carried(headers) == {"traceparent": PARENT, "sentry-trace": "x"}

@@ -25,7 +25,7 @@ class NamedBefore(Event, type_name="NamedBefore"):
 # --- the clock -----------------------------------------------------------------------------------
 
 
-def test_a_clock_stands_still_until_it_is_moved() -> None:
+def test_a_clock_is_frozen_until_it_is_moved() -> None:
     clock = MovableClock(NOON)
 
     assert clock.now() == clock() == clock.now() == NOON
@@ -64,7 +64,7 @@ def test_a_clock_is_in_naive_utc() -> None:
 # --- the outbox in memory ------------------------------------------------------------------------
 
 
-async def test_an_outbox_in_memory_handles_events_when_it_is_drained() -> None:
+async def test_an_outbox_in_memory_handles_events_when_drained() -> None:
     journal, wallet_id = Journal(), uuid4()
     async with memory_outbox(resources="resources") as outbox:
         outbox.handler(MoneyDeposited, name="first")(journal)
@@ -82,7 +82,7 @@ async def test_an_outbox_in_memory_handles_events_when_it_is_drained() -> None:
     ]
 
 
-async def test_an_outbox_in_memory_goes_by_the_clock_and_settings_that_it_is_given() -> None:
+async def test_an_outbox_in_memory_uses_the_given_clock_and_settings() -> None:
     clock = MovableClock(NOON)
     journal = Journal(lambda envelope: ValueError() if envelope.attempt == 1 else None)
     async with memory_outbox(clock=clock, namespace="app", settings=Settings(handling_max_backoff_cap="1s")) as outbox:
@@ -113,7 +113,7 @@ async def test_an_outbox_in_memory_may_run_its_loops() -> None:
             await journal.calls(1)
 
 
-async def test_drain_gives_up_instead_of_hanging_a_test() -> None:
+async def test_drain_fails_instead_of_hanging_a_test() -> None:
     async with memory_outbox() as outbox:
 
         @outbox.handler(MoneyDeposited, name="hangs")
@@ -145,7 +145,7 @@ async def a_deposit_that_fails(outbox: Outbox) -> None:
         raise ZeroDivisionError
 
 
-async def test_emitted_is_what_was_committed_oldest_first(wallet_ids: list[UUID]) -> None:
+async def test_emitted_returns_committed_events_oldest_first(wallet_ids: list[UUID]) -> None:
     async with memory_outbox() as outbox:
         await with_deposits(outbox, wallet_ids)
         with pytest.raises(ZeroDivisionError):
@@ -166,7 +166,7 @@ async def test_emitted_finds_events_under_an_old_name() -> None:
         assert await emitted(outbox, Renamed) == [Renamed(7)]
 
 
-async def test_expect_event_returns_the_one_that_matches(wallet_ids: list[UUID]) -> None:
+async def test_expect_event_returns_the_matching_event(wallet_ids: list[UUID]) -> None:
     async with memory_outbox() as outbox:
         await with_deposits(outbox, wallet_ids)
 
@@ -174,7 +174,7 @@ async def test_expect_event_returns_the_one_that_matches(wallet_ids: list[UUID])
 
 
 @pytest.mark.parametrize(("fields", "found"), [({}, 2), ({"amount": Decimal(7)}, 0)])
-async def test_expect_event_shows_what_there_is_when_not_one_matches(
+async def test_expect_event_shows_all_events_if_none_matches(
     wallet_ids: list[UUID], fields: dict[str, Decimal], found: int
 ) -> None:
     async with memory_outbox() as outbox:
@@ -186,13 +186,13 @@ async def test_expect_event_shows_what_there_is_when_not_one_matches(
     assert repr(MoneyDeposited(wallet_ids[0], Decimal(1))) in str(caught.value)
 
 
-async def test_expect_event_says_when_there_is_nothing_at_all() -> None:
+async def test_expect_event_reports_that_there_are_no_events() -> None:
     async with memory_outbox() as outbox:
         with pytest.raises(AssertionError, match=r"\(none\)"):
             await expect_event(outbox, MoneyDeposited)
 
 
-async def test_expect_event_refuses_a_field_that_the_event_does_not_have() -> None:
+async def test_expect_event_refuses_a_field_that_the_event_lacks() -> None:
     async with memory_outbox() as outbox:
         with pytest.raises(InvalidEvent, match="has no field 'colour'"):
             await expect_event(outbox, MoneyDeposited, colour="red")

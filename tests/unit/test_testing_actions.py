@@ -34,8 +34,8 @@ class Withdraw(Action):
         return int(balance)
 
 
-async def test_an_action_gets_answers_and_gives_result_events_and_statements() -> None:
-    performed = await perform(Withdraw(7, 10), given=[25, 1])
+async def test_an_action_uses_answers_and_returns_result_events_and_statements() -> None:
+    performed = await perform(Withdraw(7, 10), answers=[25, 1])
 
     assert performed.result == 15
     row = performed.events.of(MoneyWithdrawn).one_row(balance=15)
@@ -44,34 +44,37 @@ async def test_an_action_gets_answers_and_gives_result_events_and_statements() -
     assert [statement.method for statement in performed.statements] == ["fetchval", "execute"]
 
 
-async def test_answers_may_be_found_by_a_part_of_the_statement() -> None:
-    performed = await perform(Withdraw(7, 10), given={"UPDATE wallets": 1, "SELECT balance FROM": 12})
+async def test_answers_may_match_a_part_of_the_statement() -> None:
+    performed = await perform(Withdraw(7, 10), answers={"UPDATE wallets": 1, "SELECT balance FROM": 12})
     assert performed.result == 2
 
 
-async def test_errors_of_the_action_pass_through_and_are_not_retried() -> None:
+async def test_errors_of_the_action_are_raised_without_retries() -> None:
     with pytest.raises(NotEnoughMoney):
-        await perform(Withdraw(7, 10), given=[5])
+        await perform(Withdraw(7, 10), answers=[5])
     with pytest.raises(StaleRecord):
-        await perform(Withdraw(7, 10), given=[25, 0])
+        await perform(Withdraw(7, 10), answers=[25, 0])
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("answers", "says"),
     [
-        ([25], "no answer was given to statement 2, tx.execute\\('UPDATE wallets"),
-        ([25, 1, 9], "answers were given and not used: 9; the statements were:\n  tx.fetchval"),
-        ({"UPDATE": 1}, r"0 answers were given to tx.fetchval\('SELECT balance FROM wallets.* Given were: 'UPDATE'"),
-        ({"wallets": 25, "balance": 25}, "2 answers were given to tx.fetchval"),
-        ([25, "one"], "is 'one'; expected the number of rows"),
+        ([25], "no answer to statement 2, tx.execute\\('UPDATE wallets"),
+        ([25, 1, 9], "unused answers: 9; the statements were:\n  tx.fetchval"),
+        (
+            {"UPDATE": 1},
+            r"expected one answer to tx.fetchval\('SELECT balance FROM wallets.*found 0; answers: 'UPDATE'",
+        ),
+        ({"wallets": 25, "balance": 25}, "expected one answer to tx.fetchval.*found 2"),
+        ([25, "one"], "'one'; expected the number of rows"),
     ],
 )
-async def test_an_answer_that_is_missing_left_over_or_wrong_fails_the_test(given: Any, told: str) -> None:
-    with pytest.raises(AssertionError, match=told):
-        await perform(Withdraw(7, 10), given=given)
+async def test_a_missing_unused_or_invalid_answer_fails_the_test(answers: Any, says: str) -> None:
+    with pytest.raises(AssertionError, match=says):
+        await perform(Withdraw(7, 10), answers=answers)
 
 
-async def test_events_are_checked_as_in_an_outbox() -> None:
+async def test_events_are_validated_as_in_an_outbox() -> None:
     class EmitsNonsense(Action):
         async def perform(self, tx: Transaction) -> None:
             nonsense: Any = "seven"
@@ -81,22 +84,22 @@ async def test_events_are_checked_as_in_an_outbox() -> None:
         await perform(EmitsNonsense())
 
 
-async def test_the_transaction_has_rows_session_resources_and_moment_and_ends_with_the_action() -> None:
+async def test_the_transaction_has_all_attributes_and_ends_with_the_action() -> None:
     class Looks(Action):
         async def perform(self, tx: Transaction) -> Any:
             rows = await tx.fetch("SELECT 1"), await tx.fetchrow("SELECT 2")
             return rows, tx.session, tx.resources, tx.now, tx  # type: ignore[attr-defined, unused-ignore]
 
-    session, moment = object(), datetime(2026, 1, 1)
-    performed = await perform(Looks(), given=[[(1,)], None], session=session, resources="mail", now=moment)
+    session, now = object(), datetime(2026, 1, 1)
+    performed = await perform(Looks(), answers=[[(1,)], None], session=session, resources="mail", now=now)
 
     *seen, tx = performed.result
-    assert seen == [([(1,)], None), session, "mail", moment]
+    assert seen == [([(1,)], None), session, "mail", now]
     with pytest.raises(TransactionClosed):
         tx.emit(MoneyWithdrawn(1, 1))
 
 
-async def test_what_needs_a_database_is_refused() -> None:
+async def test_anything_that_needs_a_database_is_refused() -> None:
     class UsesConnection(Action):
         async def perform(self, tx: Transaction) -> Any:
             return tx.connection
@@ -107,8 +110,8 @@ async def test_what_needs_a_database_is_refused() -> None:
 
     with pytest.raises(ConfigurationError, match=r"uses tx\.connection"):
         await perform(UsesConnection())
-    with pytest.raises(ConfigurationError, match=r"give perform\(\.\.\., session="):
+    with pytest.raises(ConfigurationError, match=r"pass perform\(\.\.\., session="):
         await perform(UsesSession())
     given: Any = "Withdraw"
-    with pytest.raises(InvalidEvent, match="is no Action"):
+    with pytest.raises(InvalidEvent, match="is not an Action"):
         await perform(given)

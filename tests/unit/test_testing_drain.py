@@ -1,4 +1,4 @@
-"""``outboxio.testing.drain``: an exception of a handler fails the test, and the rest is unchanged."""
+"""``outboxio.testing.drain``: an exception of a handler fails the test; everything else is as in ``outbox.drain``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from uuid import uuid4
 import pytest
 
 from outboxio import Batch, DrainTimeout, EventEnvelope, HandlerFailed, RetryAfter, RetryPolicy
-from outboxio.runs.judge import listening
+from outboxio.runs.failure_classifier import listening
 from outboxio.testing import MovableClock, drain, memory_outbox
 from tests.kit.app import Emit, MoneyDeposited, eventually, hang
 
@@ -36,7 +36,7 @@ async def test_a_failing_assert_in_a_handler_fails_the_test() -> None:
         assert note.endswith("(MoneyDeposited, attempt 1)")
 
 
-async def test_everything_is_drained_first_and_retries_are_recorded_as_always() -> None:
+async def test_everything_is_drained_first_and_retries_are_recorded_as_usual() -> None:
     clock, calls = MovableClock(), list[int]()
     async with memory_outbox(clock=clock) as outbox:
 
@@ -57,7 +57,7 @@ async def test_everything_is_drained_first_and_retries_are_recorded_as_always() 
         assert (await drain(outbox)).succeeded == 1
 
 
-async def test_several_failures_are_raised_as_a_group_of_the_exceptions_themselves() -> None:
+async def test_several_failures_are_raised_as_an_exception_group() -> None:
     raised: list[BaseException] = []
     async with memory_outbox() as outbox:
 
@@ -78,7 +78,7 @@ async def test_several_failures_are_raised_as_a_group_of_the_exceptions_themselv
     assert {id(error) for error in caught.value.exceptions} == {id(error) for error in raised}
 
 
-async def test_one_exception_that_is_raised_twice_is_told_once() -> None:
+async def test_an_exception_raised_twice_is_reported_once() -> None:
     always = ValueError("the same")
     async with memory_outbox() as outbox:
 
@@ -94,7 +94,7 @@ async def test_one_exception_that_is_raised_twice_is_told_once() -> None:
     assert len(always.__notes__) == 1
 
 
-async def test_whatever_ends_a_run_is_raised() -> None:
+async def test_every_error_that_ends_a_run_is_raised() -> None:
     async with memory_outbox() as outbox:
 
         @outbox.handler(MoneyDeposited, name="at-most-once", delivery="at_most_once")
@@ -130,7 +130,7 @@ async def test_whatever_ends_a_run_is_raised() -> None:
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError()])
-async def test_what_would_end_the_test_run_comes_in_a_group(error: BaseException) -> None:
+async def test_errors_that_would_stop_pytest_are_wrapped_in_a_group(error: BaseException) -> None:
     async with memory_outbox() as outbox:
 
         @outbox.handler(MoneyDeposited, name="first")
@@ -144,7 +144,7 @@ async def test_what_would_end_the_test_run_comes_in_a_group(error: BaseException
     assert caught.value.exceptions == (error,)
 
 
-async def test_what_a_hook_raises_is_raised() -> None:
+async def test_an_error_of_a_hook_is_raised() -> None:
     async def hook(envelope: Any, error: HandlerFailed) -> None:
         raise LookupError("in the hook")
 
@@ -173,7 +173,7 @@ async def test_an_event_that_cannot_be_decoded_is_raised() -> None:
 
 
 @pytest.mark.slow
-async def test_a_timeout_is_caused_by_what_failed_until_then() -> None:
+async def test_a_timeout_has_the_earlier_failures_as_its_cause() -> None:
     async with memory_outbox() as outbox:
 
         @outbox.handler(MoneyDeposited, name="fails")
@@ -191,7 +191,7 @@ async def test_a_timeout_is_caused_by_what_failed_until_then() -> None:
     assert str(caught.value.__cause__) == "the cause"
 
 
-async def test_failures_beside_running_are_raised_while_somebody_drains() -> None:
+async def test_failures_during_running_are_raised_by_drain() -> None:
     async with memory_outbox() as outbox:
 
         @outbox.handler(MoneyDeposited, name="first")
@@ -201,7 +201,7 @@ async def test_failures_beside_running_are_raised_while_somebody_drains() -> Non
         async with outbox.running():
             await outbox.executor.execute(Emit((1,)))
             await eventually(lambda: _failed(outbox, 1))
-            assert (await drain(outbox)).failed == 0  # it failed before, and is in the log
+            assert (await drain(outbox)).failed == 0  # it failed earlier, and is in the log
 
             with listening(outbox) as failures:
                 await outbox.executor.execute(Emit((2,)))
@@ -227,7 +227,7 @@ async def test_the_failures_of_another_outbox_are_not_raised() -> None:
     assert failures == {}
 
 
-async def test_the_outboxs_own_drain_goes_on_counting_failures() -> None:
+async def test_outbox_drain_still_counts_failures() -> None:
     async with memory_outbox() as outbox:
 
         @outbox.handler(MoneyDeposited, name="first")

@@ -62,7 +62,7 @@ async def fails(outbox: Outbox) -> None:
         raise ZeroDivisionError
 
 
-async def test_a_failed_action_has_emitted_nothing_and_a_repeated_action_has_emitted_once() -> None:
+async def test_a_failed_action_emits_nothing_and_a_retried_action_emits_once() -> None:
     async with memory_outbox() as outbox:
         with watch_events() as events:
             with pytest.raises(ZeroDivisionError):
@@ -106,7 +106,7 @@ async def test_a_handler_emits_when_its_run_commits(delivery: Any) -> None:
     assert sorted(events.of(Paid), key=repr) == [Paid(1)] * (delivery == "transactional") + [PaidTwice(1)]
 
 
-async def test_a_message_of_the_inbox_is_shown_as_an_object_of_the_class_asked_for() -> None:
+async def test_a_message_of_the_inbox_is_decoded_as_the_requested_class() -> None:
     async with memory_outbox() as outbox:
         with watch_events() as events:
             await outbox.inbox.receive(source="bank", external_id="1", type="Paid", payload={"number": 3})
@@ -165,13 +165,13 @@ async def events_of_an_action() -> EmittedEvents:
 
 async def test_each_failure_shows_all_emitted_events() -> None:
     events = await events_of_an_action()
-    told = r"emitted were:\n  Paid\(number=7\)  of Order 7  on topic payments  by Pay"
+    summary = r"emitted events:\n  Paid\(number=7\)  of Order 7  on topic payments  by Pay"
 
-    with pytest.raises(AssertionError, match=rf"expected one Shipped\(number=7\), found 0; {told}"):
+    with pytest.raises(AssertionError, match=rf"expected one Shipped\(number=7\), found 0; {summary}"):
         events.of(Shipped).one(number=7)
-    with pytest.raises(AssertionError, match=rf"expected no Paid, found 1; {told}"):
+    with pytest.raises(AssertionError, match=rf"expected no Paid, found 1; {summary}"):
         events.of(Paid).none()
-    with pytest.raises(AssertionError, match=rf"expected no event; {told}"):
+    with pytest.raises(AssertionError, match=rf"expected no event; {summary}"):
         events.none()
     events.clear()
     with pytest.raises(AssertionError, match=r"\(none\)"):

@@ -1,4 +1,4 @@
-"""Statements that would end an action's transaction are found before they are sent."""
+"""Statements that would end an action's transaction are detected before they are sent."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ everywhere = pytest.mark.parametrize("ending_in", EVERYWHERE, ids=["sqlite", "po
         "ROLLBACK AND CHAIN", "ROLLBACK PREPARED 'x'", "COMMIT PREPARED 'x'",
     ],
 )  # fmt: skip
-def test_an_ending_is_found(ending_in: Callable[[str], str | None], sql: str) -> None:
+def test_an_ending_is_detected(ending_in: Callable[[str], str | None], sql: str) -> None:
     assert ending_in(sql)
 
 
@@ -44,12 +44,12 @@ def test_an_ending_is_found(ending_in: Callable[[str], str | None], sql: str) ->
         "UPDATE commits SET x = 1", "commits", "ENDED", "end_of_day()", "SAVEPOINT a", "RELEASE SAVEPOINT a",
         "ROLLBACK TO a", "rollback to savepoint a",
         "ROLLBACK WORK TO a", "ROLLBACK TRANSACTION TO SAVEPOINT a", "ROLLBACK  \n TO a", "PREPARE plan AS SELECT 1",
-        "START REPLICATION", "SET TRANSACTION ISOLATION LEVEL SERIALIZABLE", "BEGINNING",
+        "START REPLICATION", "SET TRANSACTION ISOLATION LEVEL SERIALIZABLE", "FIRST_POSITION",
         "INSERT INTO x VALUES ('; COMMIT')",
         "WITH a AS (SELECT 1) SELECT * FROM a", "DO $$ BEGIN NULL; END $$", "CREATE TRIGGER t BEFORE INSERT ON x BEGIN",
     ],
 )  # fmt: skip
-def test_anything_else_is_let_through(ending_in: Callable[[str], str | None], sql: str) -> None:
+def test_other_statements_are_accepted(ending_in: Callable[[str], str | None], sql: str) -> None:
     assert ending_in(sql) is None
 
 
@@ -69,20 +69,20 @@ HIDDEN = [
 
 @pytest.mark.parametrize("lexicon", LEXICONS.values(), ids=LEXICONS)
 @pytest.mark.parametrize("sql", BEHIND)
-def test_an_ending_behind_other_statements_is_found(lexicon: Lexicon, sql: str) -> None:
+def test_an_ending_after_other_statements_is_detected(lexicon: Lexicon, sql: str) -> None:
     assert lexicon.ending_in(sql)
 
 
 @pytest.mark.parametrize("lexicon", LEXICONS.values(), ids=LEXICONS)
 @pytest.mark.parametrize("sql", HIDDEN)
-def test_what_literals_names_and_comments_hide_is_let_through(lexicon: Lexicon, sql: str) -> None:
+def test_endings_in_literals_names_and_comments_are_ignored(lexicon: Lexicon, sql: str) -> None:
     assert lexicon.ending_in(sql) is None
 
 
 @pytest.mark.parametrize(
-    ("sql", "words"),
+    ("sql", "ending"),
     [
-        # Literals of PostgreSQL's own.
+        # Literals that only PostgreSQL has.
         ("SELECT $$; COMMIT$$", None), ("SELECT $a$ $$ ; COMMIT; $b$ $a$", None), ("SELECT $a$x$a$; COMMIT", "COMMIT"),
         ("SELECT $1; COMMIT", "COMMIT"), ("SELECT a$b$; COMMIT; SELECT c$b$", "COMMIT"),
         ("SELECT $é$; COMMIT$é$", None), ("DO $$ BEGIN NULL; END $$; COMMIT", "COMMIT"),
@@ -90,11 +90,11 @@ def test_what_literals_names_and_comments_hide_is_let_through(lexicon: Lexicon, 
         (r"SELECT somE'\'; COMMIT", "COMMIT"), ("SELECT E'a'\n'\\'; COMMIT'", None), ("SELECT E'a' '; COMMIT'", None),
         ('SELECT "; COMMIT"', None), ('SELECT "a""b; COMMIT"', None), ('SELECT "a"; COMMIT', "COMMIT"),
         ("SELECT U&'\\0041; COMMIT'", None), ("SELECT 1; `COMMIT`", None),
-        # Comments that hold others.
+        # Nested comments.
         ("/* /* */ COMMIT */ SELECT 1", None), ("/* /* */ */ COMMIT", "COMMIT"),
         ("SELECT 1; /* /* */ */ COMMIT", "COMMIT"),
         ("SELECT 1 /* /* ; */ ; COMMIT */", None), ("/* /* */", None), ("--a\n--b\nCOMMIT", "COMMIT"),
-        # Statements that hold others.
+        # Statements that contain statements.
         ("CREATE FUNCTION f() RETURNS int BEGIN ATOMIC INSERT INTO d VALUES (1); SELECT 1; END", None),
         ("CREATE OR REPLACE FUNCTION f() BEGIN ATOMIC SELECT CASE a WHEN 1 THEN 2 END; END; COMMIT", "COMMIT"),
         ("CREATE PROCEDURE p() BEGIN ATOMIC SELECT 1; END; SELECT 1; END", "END"),
@@ -103,31 +103,31 @@ def test_what_literals_names_and_comments_hide_is_let_through(lexicon: Lexicon, 
         ("SELECT 1; PREPARE TRANSACTION 'x'", "PREPARE TRANSACTION"),
     ],
 )  # fmt: skip
-def test_postgres_is_read_as_it_reads_itself(sql: str, words: str | None) -> None:
-    assert POSTGRES.ending_in(sql) == words
+def test_statements_are_parsed_like_postgres_does(sql: str, ending: str | None) -> None:
+    assert POSTGRES.ending_in(sql) == ending
 
 
 @pytest.mark.parametrize(
-    ("sql", "words"),
+    ("sql", "ending"),
     [
         (r"SELECT '\'; COMMIT'", None), (r"SELECT '\\'; COMMIT", "COMMIT"), (r'SELECT "\"; COMMIT"', None),
         ("SELECT `; COMMIT`", None), ("SELECT `a``; COMMIT`", None), ('SELECT "; COMMIT"', None),
         ("SELECT 1 # ; COMMIT", None), ("SELECT 1; # now\nCOMMIT", "COMMIT"), ("SELECT 1--1; COMMIT", "COMMIT"),
         ("SELECT 1 -- 1; COMMIT", None), ("SELECT 1 /* /* */; COMMIT", "COMMIT"), ("SELECT 1; $$COMMIT$$", None),
-        # What is in such a comment is executed.
+        # The content of such a comment is executed.
         ("/*! COMMIT */", "COMMIT"), ("/*!50000 COMMIT */", "COMMIT"), ("SELECT 1 /*!; COMMIT */", "COMMIT"),
         ("SELECT 1; /*M!100100 COMMIT */", "COMMIT"), ("SELECT 1 /*! + 1 */; COMMIT", "COMMIT"),
-        # Behind something, a statement that commits by itself ends the transaction as well.
+        # A statement with an implicit commit ends the transaction also behind other statements.
         ("INSERT INTO d VALUES (1); CREATE TABLE t (n INT)", "CREATE TABLE"), ("SELECT 1; TRUNCATE d", "TRUNCATE"),
         ("SELECT 1; CREATE TEMPORARY TABLE t (n INT)", None), ("CREATE TABLE t (n INT); SELECT 1", None),
         ("SELECT 1; SET autocommit = 1", "SET autocommit"), ("SELECT 1; END", None),
     ],
 )  # fmt: skip
-def test_mysql_is_read_as_it_reads_itself(sql: str, words: str | None) -> None:
-    assert MYSQL.ending_in(sql) == words
+def test_statements_are_parsed_like_mysql_does(sql: str, ending: str | None) -> None:
+    assert MYSQL.ending_in(sql) == ending
 
 
-def test_a_session_that_lets_backslashes_escape_or_not_is_believed() -> None:
+def test_the_backslash_mode_of_the_session_is_respected() -> None:
     assert POSTGRES_ESCAPING.ending_in(r"SELECT '\'; COMMIT'") is None
     assert POSTGRES.ending_in(r"SELECT '\'; COMMIT; SELECT '") == "COMMIT"
     assert MYSQL_NOT_ESCAPING.ending_in(r"SELECT '\'; COMMIT; SELECT '") == "COMMIT"

@@ -1,4 +1,4 @@
-"""Shares of transactions: the limit of a handler, the reserve for the rest, and the order."""
+"""Shares of transactions: the limit of a handler, the reserve for others, and the order."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections import Counter
 
 import pytest
 
-from outboxio.runs.transaction_shares import Claim, Shares
+from outboxio.runs.transaction_shares import Shares, TransactionShare
 
 pytestmark = pytest.mark.virtual_time
 
 
-def taken_alone(shares: Shares, claim: Claim) -> int:
-    """The transactions that a claim gets while no other claim wants any."""
+def taken_alone(shares: Shares, claim: TransactionShare) -> int:
+    """The transactions that a claim gets while no other claim waits."""
     number = 0
     while shares.take(claim):
         number += 1
@@ -21,7 +21,7 @@ def taken_alone(shares: Shares, claim: Claim) -> int:
 
 
 @pytest.mark.parametrize(("total", "expected"), [(1, 1), (2, 2), (3, 3), (10, 10)])
-def test_one_handler_alone_has_all(total: int, expected: int) -> None:
+def test_a_single_handler_has_everything(total: int, expected: int) -> None:
     shares = Shares(total, handlers=1)
     assert taken_alone(shares, shares.of_handler()) == expected
 
@@ -54,7 +54,7 @@ def test_hooks_leave_half_to_handlers(total: int, expected: int) -> None:
     assert taken_alone(shares, handler) == max(1, total - expected)
 
 
-def test_hooks_have_all_where_no_handler_works_in_a_transaction() -> None:
+def test_hooks_have_everything_without_transactional_handlers() -> None:
     shares = Shares(10, handlers=0, hooks=3)
     hooks = [shares.of_hook(is_expected=True) for _ in range(3)]
     assert taken_alone(shares, hooks[0]) == 9
@@ -62,36 +62,36 @@ def test_hooks_have_all_where_no_handler_works_in_a_transaction() -> None:
 
 
 @pytest.mark.parametrize(("handlers", "first"), [(2, 8), (3, 8), (6, 5), (50, 5)])
-def test_what_others_have_claimed_is_left_to_them_up_to_a_half(handlers: int, first: int) -> None:
+def test_claimed_transactions_are_reserved_up_to_a_half(handlers: int, first: int) -> None:
     shares = Shares(10, handlers=handlers)
     claims = [shares.of_handler() for _ in range(handlers)]
     assert taken_alone(shares, claims[0]) == first
     assert sum(shares.take(claim) for claim in claims[1:]) == min(handlers - 1, 10 - first)
 
 
-def test_what_was_claimed_and_given_back_is_claimed_again() -> None:
+def test_a_released_claim_can_be_claimed_again() -> None:
     shares = Shares(10, handlers=2)
     slow, other = shares.of_handler(), shares.of_handler()
     assert taken_alone(shares, slow) == 8
     for _ in range(2):
         assert shares.take(other)
         assert not shares.take(slow)
-        shares.give_back(other)
+        shares.release(other)
         assert not shares.take(slow)
-    shares.give_back(slow)
+    shares.release(slow)
     assert shares.take(slow)
 
 
 # --- waiting for one -------------------------------------------------------------------------------
 
 
-async def hold(shares: Shares, claim: Claim, name: str, order: list[str], pause: float = 0) -> None:
-    async with shares.place(claim):
+async def hold(shares: Shares, claim: TransactionShare, name: str, order: list[str], pause: float = 0) -> None:
+    async with shares.hold(claim):
         order.append(name)
         await asyncio.sleep(pause)
 
 
-async def test_those_who_wait_take_turns_claim_by_claim() -> None:
+async def test_waiters_take_turns_by_claim() -> None:
     shares, order = Shares(1, handlers=2), list[str]()
     slow, quick = shares.of_handler(), shares.of_handler()
     async with asyncio.timeout(10), asyncio.TaskGroup() as group:
@@ -104,30 +104,30 @@ async def test_those_who_wait_take_turns_claim_by_claim() -> None:
 
 
 @pytest.mark.parametrize("is_late", [False, True])
-async def test_whoever_is_cancelled_while_he_waits_takes_nothing_along(is_late: bool) -> None:
+async def test_a_cancelled_waiter_takes_nothing(is_late: bool) -> None:
     shares, order = Shares(1, handlers=1), list[str]()
     claim = shares.of_handler()
     shares.take(claim)
     waiting = asyncio.create_task(hold(shares, claim, "cancelled", order))
     await asyncio.sleep(0)
     if is_late:
-        shares.give_back(claim)  # it has been given its turn, and does not know yet
+        shares.release(claim)  # its turn has come, but it has not resumed yet
     waiting.cancel()
     await asyncio.wait([waiting])
     if not is_late:
-        shares.give_back(claim)
+        shares.release(claim)
 
     async with asyncio.timeout(10):
         await hold(shares, claim, "next", order)
     assert order == ["next"]
 
 
-async def test_never_are_more_places_held_than_there_are() -> None:
+async def test_the_number_of_transactions_never_exceeds_the_limit() -> None:
     shares = Shares(3, handlers=4)
     claims, inside = [shares.of_handler() for _ in range(4)], Counter[str]()
 
-    async def stay(claim: Claim, number: int) -> None:
-        async with shares.place(claim):
+    async def stay(claim: TransactionShare, number: int) -> None:
+        async with shares.hold(claim):
             inside["now"] += 1
             inside["most"] = max(inside["most"], inside["now"])
             await asyncio.sleep(0.0005 * (number % 3))
@@ -141,4 +141,4 @@ async def test_never_are_more_places_held_than_there_are() -> None:
                 task.cancel()
 
     assert inside["most"] == 3
-    assert taken_alone(shares, claims[0]) == 2, "all were given back: one is left to others"
+    assert taken_alone(shares, claims[0]) == 2, "all were released; one is reserved for others"

@@ -1,4 +1,4 @@
-"""How the sockets of our connections to a server are set up."""
+"""How the sockets of connections to a server are configured."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ async def test_answers_are_received_into_buffers_that_the_heap_keeps() -> None:
         transport.close()
 
 
-def test_a_transport_without_a_size_is_left_as_it_is() -> None:
+def test_a_transport_without_a_size_is_unchanged() -> None:
     class Transport(asyncio.BaseTransport):
         def get_extra_info(self, name: str, default: Any = None) -> Any:
             return default

@@ -1,4 +1,4 @@
-"""An event is checked against its own types before it is written: unreadable events are refused, no others."""
+"""An event is validated against its own types before it is written; only undecodable events are refused."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def refusal(event: Event) -> str:
 # --- what is refused -----------------------------------------------------------------------------
 
 
-class KeyQueue(msgspec.Struct):
+class Line(msgspec.Struct):
     price: Decimal
     count: Annotated[int, msgspec.Meta(gt=0)] = 1
 
 
 class Placed(Event):
     order_id: UUID
-    lines: list[KeyQueue] = msgspec.field(default_factory=list)
+    lines: list[Line] = msgspec.field(default_factory=list)
     by_day: dict[str, int] = msgspec.field(default_factory=dict)
 
 
@@ -51,7 +51,7 @@ class Renamed(Event, rename="camel"):
 
 
 class Aware(Event):
-    moment: Annotated[datetime, msgspec.Meta(tz=True)]
+    happened: Annotated[datetime, msgspec.Meta(tz=True)]
 
 
 class Checked(Event):
@@ -72,7 +72,7 @@ class Grumpy(Event):
 
 
 def changed(event: Event, **fields: Any) -> Any:
-    """An event that was changed behind the back of its ``__post_init__``."""
+    """An event that was changed after its ``__post_init__``."""
     for name, value in fields.items():
         msgspec.structs.force_setattr(event, name, value)
     return event
@@ -82,29 +82,29 @@ ID = UUID("018f3f9a-0000-7000-8000-000000000000")
 
 
 @pytest.mark.parametrize(
-    ("event", "told"),
+    ("event", "message"),
     [
         (
             Placed(None),
-            "event Placed: its fields are not of their types: Expected `uuid`, got `None` - at `$.order_id`",
+            "event Placed: its fields do not match their types: Expected `uuid`, got `None` - at `$.order_id`",
         ),
         (Placed("x"), "Invalid UUID - at `$.order_id`"),
         (Placed(7), "Expected `uuid`, got `int` - at `$.order_id`"),
-        (Placed(ID, [KeyQueue(Decimal(1)), KeyQueue(None)]), "got `None` - at `$.lines[1].price`"),
-        (Placed(ID, [KeyQueue(Decimal(1), 0)]), "Expected `int` >= 1 - at `$.lines[0].count`"),
+        (Placed(ID, [Line(Decimal(1)), Line(None)]), "got `None` - at `$.lines[1].price`"),
+        (Placed(ID, [Line(Decimal(1), 0)]), "Expected `int` >= 1 - at `$.lines[0].count`"),
         (Placed(ID, [], {"a": "b"}), "Expected `int`, got `str` - at `$.by_day[...]`"),
         (Placed(ID, "none"), "Expected `array`, got `str` - at `$.lines`"),
         (Renamed(None), "got `None` - at `$.orderId`"),
-        (Aware(datetime(2026, 1, 1)), "at `$.moment`"),
+        (Aware(datetime(2026, 1, 1)), "at `$.happened`"),
         (changed(Checked(1, 1), first=2), "first is 2, last is 1"),
-        (changed(Grumpy(1), value=-1), "its fields are not of their types: LookupError"),
+        (changed(Grumpy(1), value=-1), "its fields do not match their types: LookupError"),
     ],
 )  # fmt: skip
-def test_an_event_that_no_handler_could_read_is_refused_with_the_path_of_its_field(event: Event, told: str) -> None:
-    assert told in refusal(event)
+def test_an_undecodable_event_is_refused_with_the_path_of_its_field(event: Event, message: str) -> None:
+    assert message in refusal(event)
 
 
-def test_a_checked_class_says_every_time_what_is_wrong() -> None:
+def test_a_validated_class_reports_every_error_again() -> None:
     ours = emitter()
     for _ in range(2):
         ours.record(Placed(ID))
@@ -120,14 +120,16 @@ class Unresolved(Event):
     id: OnlyForTypeCheckers
 
 
-def test_a_class_whose_field_cannot_be_stored_is_refused_at_first_use() -> None:
+def test_a_class_with_an_unsupported_field_is_refused_at_first_use() -> None:
     assert "event Unfit: its field 'line' is of type builtins.TypeError, which JSON cannot hold" in refusal(Unfit(ID))  # type: ignore[arg-type]  # it never comes to that
 
 
-def test_a_class_whose_types_no_handler_could_find_is_refused_at_first_use() -> None:
+def test_a_class_with_unresolvable_types_is_refused_at_first_use() -> None:
     message = refusal(Unresolved(ID))
 
-    assert "event Unresolved: the type of a field cannot be found: name 'OnlyForTypeCheckers' is not defined" in message
+    assert (
+        "event Unresolved: the type of a field cannot be resolved: name 'OnlyForTypeCheckers' is not defined" in message
+    )
     assert "import the type at run time" in message
 
 
@@ -191,7 +193,7 @@ VALID: list[tuple[Any, Any]] = [
 
 
 @pytest.mark.parametrize("number", range(len(VALID)))
-def test_an_event_that_a_handler_can_read_is_never_refused(number: int) -> None:
+def test_a_decodable_event_is_never_refused(number: int) -> None:
     kind, value = VALID[number]
     cls: Any = new_class(f"Of{number}", (Event,), {}, lambda body: body.update(__annotations__={"value": kind}))
 
@@ -220,7 +222,7 @@ class Upcast(Event):
             msgspec.structs.force_setattr(self, "name", self.first_name)
 
 
-def test_the_ways_to_write_a_class_down_make_no_difference() -> None:
+def test_all_ways_to_define_a_class_are_equal() -> None:
     for event in (Frugal(), Frugal(b=[1]), Strict(a=1), Upcast(first_name="Ada"), Renamed(ID)):
         assert emitter().record(event).payload
 
@@ -237,7 +239,7 @@ def test_without_validation_nothing_is_checked() -> None:
 # --- where it is set -----------------------------------------------------------------------------
 
 
-async def test_the_setting_turns_it_off() -> None:
+async def test_the_setting_disables_validation() -> None:
     for validates in (True, False):
         async with Outbox("sqlite://", namespace="app", settings=Settings(validate_events=validates)) as outbox:
             await outbox.migrate()
@@ -250,7 +252,7 @@ async def test_the_setting_turns_it_off() -> None:
             assert refused is validates
 
 
-async def test_an_outbox_for_tests_always_checks() -> None:
+async def test_an_outbox_for_tests_always_validates() -> None:
     async with memory_outbox(settings=Settings(validate_events=False, concurrency=7)) as outbox:
         assert outbox.settings.concurrency == 7
         async with outbox.transaction("Place") as tx:

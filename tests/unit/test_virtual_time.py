@@ -1,4 +1,4 @@
-"""The mark ``virtual_time``: the clock of the event loop and of the engine, and what it does when nothing happens."""
+"""The mark ``virtual_time``: the clocks of the event loop and the engine, and their behavior without any event."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.kit.virtual_time import VirtualTimeLoop
 
 
 @pytest.mark.virtual_time
-async def test_a_long_sleep_takes_no_time_on_any_clock_but_the_virtual_ones() -> None:
+async def test_a_long_sleep_advances_only_the_virtual_clocks() -> None:
     clocks = (
         asyncio.get_running_loop().time,
         machine.monotonic,
@@ -37,13 +37,13 @@ async def test_timers_fire_in_their_order() -> None:
 
 
 @pytest.mark.virtual_time
-async def test_a_condition_that_never_holds_fails_when_its_virtual_time_is_over() -> None:
+async def test_a_condition_that_never_holds_fails_after_its_virtual_time() -> None:
     with pytest.raises(AssertionError, match="never happened"):
         await eventually(lambda: False)
 
 
 @pytest.mark.virtual_time
-async def test_a_timeout_ends_a_wait_for_something_that_never_happens() -> None:
+async def test_a_timeout_ends_a_wait_without_an_event() -> None:
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(3600):
             await hang()

@@ -1,4 +1,4 @@
-"""Tasks that wait for a connection: in the order of arrival, with a limit, and with a log entry."""
+"""Tasks that wait for a connection: in FIFO order, with a timeout and a log entry."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from outboxio import DatabaseUnavailable, PoolExhausted
 from outboxio.storage.sqlite.thread import Turn
 from outboxio.support.aio import Waiters
-from tests.kit.pools import Wires, in_line
+from tests.kit.pools import Wires, start_checkout
 from tests.kit.virtual_time import timers
 
 pytestmark = pytest.mark.virtual_time
@@ -19,15 +19,15 @@ pytestmark = pytest.mark.virtual_time
 # --- a pool ----------------------------------------------------------------------------------------
 
 
-async def test_who_waits_too_long_is_told_what_is_in_use_and_since_when() -> None:
+async def test_the_timeout_error_names_the_connections_in_use() -> None:
     wires = Wires(2, timeout=0.05)
     first, _ = await wires.pool.acquire(), await wires.pool.acquire()
     with pytest.raises(PoolExhausted) as caught:
         await wires.pool.acquire()
 
     said = str(caught.value)
-    assert "shard 'main' at db:5432/app has no connection left: 2 of at most 2 connections for actions are in" in said
-    assert "none came back within pool_timeout, 0.05 s" in said
+    assert "shard 'main' at db:5432/app has no free connection: 2 of at most 2 connections for actions are in" in said
+    assert "none was released within pool_timeout, 0.05 s" in said
     assert "raise pool_timeout" in said
     assert isinstance(caught.value, DatabaseUnavailable)
     assert caught.value.held is not None
@@ -36,39 +36,39 @@ async def test_who_waits_too_long_is_told_what_is_in_use_and_since_when() -> Non
     assert await wires.pool.acquire() is first
 
 
-async def test_many_who_wait_too_long_are_all_told_and_leave_nothing_behind() -> None:
+async def test_many_timeouts_leave_no_waiters() -> None:
     wires = Wires(1, timeout=0.05)
     connection = await wires.pool.acquire()
-    told = await asyncio.gather(*(wires.pool.acquire() for _ in range(500)), return_exceptions=True)
+    results = await asyncio.gather(*(wires.pool.acquire() for _ in range(500)), return_exceptions=True)
 
-    assert {type(error) for error in told} == {PoolExhausted}
-    assert not wires.pool._waiters._line
+    assert {type(error) for error in results} == {PoolExhausted}
+    assert not wires.pool._waiters._queue
     wires.pool.release(connection)
     assert await wires.pool.acquire() is connection
 
 
-async def test_only_who_has_to_wait_costs_a_timer_and_all_of_them_the_same_one() -> None:
+async def test_waiting_tasks_share_one_timer() -> None:
     wires = Wires(1)
     before = timers()
     connection = await wires.pool.acquire()
     wires.pool.release(connection)
     connection = await wires.pool.acquire()
     assert timers() == before
-    waiting = [await in_line(wires.pool) for _ in range(10)]
+    waiting = [await start_checkout(wires.pool) for _ in range(10)]
     assert timers() == before + 1
     for each in waiting:
         each.cancel()
     await asyncio.gather(*waiting, return_exceptions=True)
 
 
-async def test_room_for_a_connection_is_kept_for_the_first_in_line() -> None:
+async def test_a_permit_is_reserved_for_the_first_waiting_task() -> None:
     wires = Wires(1)
     lost = await wires.pool.acquire()
-    first = await in_line(wires.pool)
+    first = await start_checkout(wires.pool)
     lost.is_usable = False
     wires.may_open.clear()
     wires.pool.release(lost)
-    latecomer = await in_line(wires.pool)  # asks before the first in line has opened anything
+    latecomer = await start_checkout(wires.pool)  # requests a connection before the first task has opened one
     wires.may_open.set()
 
     connection = await first
@@ -78,10 +78,10 @@ async def test_room_for_a_connection_is_kept_for_the_first_in_line() -> None:
     assert len(wires.opened) == 2
 
 
-async def test_who_leaves_the_line_gives_the_room_to_the_next() -> None:
+async def test_a_cancelled_task_passes_its_permit_on() -> None:
     wires = Wires(1)
     lost = await wires.pool.acquire()
-    leaver, next_one = await in_line(wires.pool), await in_line(wires.pool)
+    leaver, next_one = await start_checkout(wires.pool), await start_checkout(wires.pool)
     lost.is_usable = False
     wires.pool.release(lost)
     leaver.cancel()
@@ -92,7 +92,7 @@ async def test_who_leaves_the_line_gives_the_room_to_the_next() -> None:
     assert not wires.pool._opening
 
 
-async def test_a_connection_of_before_a_close_never_gets_into_the_pool_again() -> None:
+async def test_a_connection_opened_before_close_is_not_pooled_again() -> None:
     wires = Wires(1)
     kept = await wires.pool.acquire()
     await wires.pool.close(0)
@@ -102,10 +102,10 @@ async def test_a_connection_of_before_a_close_never_gets_into_the_pool_again() -
     assert await wires.pool.acquire() is not kept
 
 
-async def test_a_connection_that_is_opened_while_the_pool_closes_is_dropped() -> None:
+async def test_a_connection_opened_while_the_pool_closes_is_dropped() -> None:
     wires = Wires(1)
     wires.may_open.clear()
-    opening = await in_line(wires.pool)
+    opening = await start_checkout(wires.pool)
     await wires.pool.close(0)
     wires.may_open.set()
 
@@ -115,14 +115,14 @@ async def test_a_connection_that_is_opened_while_the_pool_closes_is_dropped() ->
     assert await wires.pool.acquire() is wires.opened[1]
 
 
-async def test_a_long_wait_is_logged_and_the_next_ones_soon_after_are_not(
+async def test_slow_waits_are_logged_at_most_once_a_minute(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("outboxio.support.aio.LONG_WAIT", 0.01)
+    monkeypatch.setattr("outboxio.support.aio.SLOW_WAIT", 0.01)
     wires = Wires(1)
     connection = await wires.pool.acquire()
     for _ in range(3):
-        waiting = await in_line(wires.pool)
+        waiting = await start_checkout(wires.pool)
         await asyncio.sleep(0.02)
         wires.pool.release(connection)
         assert await waiting is connection
@@ -134,16 +134,16 @@ async def test_a_long_wait_is_logged_and_the_next_ones_soon_after_are_not(
 # --- the writer's turn -----------------------------------------------------------------------------
 
 
-async def test_who_waits_too_long_for_the_writer_is_told() -> None:
+async def test_waiting_too_long_for_the_writer_raises() -> None:
     turn = Turn("main", "app.db", 0.05)
     await turn.take()
-    with pytest.raises(PoolExhausted, match=r"shard 'main' at app\.db has no connection left: 1 of at most 1 "):
+    with pytest.raises(PoolExhausted, match=r"shard 'main' at app\.db has no free connection: 1 of at most 1 "):
         await asyncio.create_task(turn.take())
     turn.pass_on()
     await turn.take()
 
 
-async def test_the_turn_goes_to_the_first_in_line_whoever_comes_between() -> None:
+async def test_the_first_waiting_task_is_served_before_new_ones() -> None:
     turn, order = Turn("main", "app.db", 30.0), list[str]()
 
     async def take(name: str) -> None:
@@ -163,7 +163,7 @@ async def test_the_turn_goes_to_the_first_in_line_whoever_comes_between() -> Non
     assert order == ["first", "second", "latecomer"]
 
 
-async def test_a_task_that_is_cancelled_with_the_turn_in_its_hands_passes_it_on() -> None:
+async def test_a_task_cancelled_when_served_passes_its_turn_on() -> None:
     turn = Turn("main", "app.db", 30.0)
     await turn.take()
     served, next_one = asyncio.create_task(turn.take()), asyncio.create_task(turn.take())
@@ -177,8 +177,8 @@ async def test_a_task_that_is_cancelled_with_the_turn_in_its_hands_passes_it_on(
         await next_one
 
 
-async def test_who_is_refused_and_cancelled_at_once_leaves_no_error_behind() -> None:
-    waiters: Waiters[str] = Waiters(30.0, refusal=RuntimeError, served_late=lambda seconds: None)
+async def test_a_timeout_and_a_cancellation_at_once_log_no_error() -> None:
+    waiters: Waiters[str] = Waiters(30.0, timeout_error=RuntimeError, on_slow_wait=lambda seconds: None)
     waiting = asyncio.create_task(waiters.wait(lambda served: None))
     await asyncio.sleep(0)
     waiters.refuse_all(RuntimeError("closed"))
@@ -189,10 +189,10 @@ async def test_who_is_refused_and_cancelled_at_once_leaves_no_error_behind() -> 
     assert not waiters.serve("nobody is in line")
 
 
-async def test_a_pool_that_is_closed_leaves_no_timer() -> None:
+async def test_a_closed_pool_leaves_no_timer() -> None:
     wires = Wires(1, timeout=30.0)
     connection = await wires.pool.acquire()
-    waiting, before = await in_line(wires.pool), timers()
+    waiting, before = await start_checkout(wires.pool), timers()
     wires.pool.release(connection)
     wires.pool.release(await waiting)
     await wires.pool.close()

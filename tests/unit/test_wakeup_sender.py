@@ -22,7 +22,7 @@ class Sent:
             raise ConnectionResetError("the connection broke")
 
 
-async def test_the_first_wake_up_of_a_burst_is_sent_at_once_and_the_rest_together() -> None:
+async def test_the_first_wake_up_of_a_burst_is_sent_at_once() -> None:
     sent = Sent()
     sender = WakeupSender(sent.send)
     for _ in range(10):
@@ -36,7 +36,7 @@ async def test_the_first_wake_up_of_a_burst_is_sent_at_once_and_the_rest_togethe
     assert sent.number == 2
 
 
-async def test_close_sends_the_wake_up_that_is_due_without_the_pause() -> None:
+async def test_close_sends_the_due_wake_up_without_the_pause() -> None:
     sent = Sent()
     sender = WakeupSender(sent.send)
     sender.send_soon()
@@ -47,7 +47,7 @@ async def test_close_sends_the_wake_up_that_is_due_without_the_pause() -> None:
     assert len(asyncio.all_tasks()) == 1
 
 
-async def test_a_wake_up_that_fails_ends_nothing() -> None:
+async def test_a_failed_wake_up_stops_nothing() -> None:
     sent = Sent(failures=1)
     sender = WakeupSender(sent.send)
     sender.send_soon()

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.virtual_time
 SOON: dict[str, Any] = {"timeout": "50ms"}
 
 
-async def test_a_handler_past_its_deadline_is_cancelled_and_has_failed() -> None:
+async def test_a_handler_past_its_deadline_is_cancelled_and_fails() -> None:
     async def handle(run: Any) -> None:
         await asyncio.Event().wait()
 
@@ -30,7 +30,7 @@ async def test_a_handler_past_its_deadline_is_cancelled_and_has_failed() -> None
     await parts.close()
 
 
-async def test_a_handler_that_ignores_its_cancellation_is_replaced_until_it_comes_back(
+async def test_a_handler_that_ignores_cancellation_is_replaced_until_it_finishes(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     lets_go = asyncio.Event()
@@ -49,8 +49,8 @@ async def test_a_handler_that_ignores_its_cancellation_is_replaced_until_it_come
     assert await parts.quiet() == [("FAILED", [1]), ("SUCCEEDED", [2])]
     assert [number.int for number in parts.stuck.ids] == [1]
     assert parts.take(row_of(1)) == 0, "its row does not start beside it"
-    assert "is stuck for event" in caplog.text
-    assert "test_watchdog.py" in caplog.text, "it is said where it waits"
+    assert "is stuck on event" in caplog.text
+    assert "test_watchdog.py" in caplog.text, "the log shows where it waits"
 
     lets_go.set()
     await eventually(lambda: not parts.stuck.ids)
@@ -60,7 +60,7 @@ async def test_a_handler_that_ignores_its_cancellation_is_replaced_until_it_come
     await parts.close()
 
 
-async def test_a_run_that_an_operator_cancels_is_cancelled_once() -> None:
+async def test_a_run_cancelled_by_an_operator_is_cancelled_once() -> None:
     began = asyncio.Event()
 
     async def handle(run: Any) -> None:
@@ -81,7 +81,7 @@ async def test_a_run_that_an_operator_cancels_is_cancelled_once() -> None:
     await parts.close()
 
 
-async def test_a_run_that_ignores_an_operator_is_stuck_long_before_its_deadline() -> None:
+async def test_a_run_that_ignores_an_operator_is_stuck_before_its_deadline() -> None:
     lets_go = asyncio.Event()
 
     async def handle(run: Any) -> None:
@@ -123,7 +123,7 @@ async def test_a_batch_between_two_calls_is_not_cancelled_yet() -> None:
     await parts.close()
 
 
-async def test_a_check_that_comes_late_cancels_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_late_check_cancels_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LONG_TURN", -1.0)  # every check is late
     parts = Parts(queue_of(**SOON))
     run = parts.in_flight_run(1)
@@ -139,7 +139,7 @@ async def test_a_check_that_comes_late_cancels_nobody(monkeypatch: pytest.Monkey
     await parts.close()
 
 
-async def test_a_run_of_which_the_time_does_not_count_is_never_overdue() -> None:
+async def test_a_run_whose_time_does_not_count_is_never_overdue() -> None:
     parts = Parts(queue_of(**SOON))
     run = parts.in_flight_run(1)
     run.task, run.started = asyncio.current_task(), 0.0
@@ -150,7 +150,7 @@ async def test_a_run_of_which_the_time_does_not_count_is_never_overdue() -> None
     await parts.close()
 
 
-async def test_at_shutdown_all_runs_are_interrupted_and_are_found_again() -> None:
+async def test_at_shutdown_all_runs_are_interrupted_and_found_again() -> None:
     began = asyncio.Event()
 
     async def handle(run: Any) -> None:

@@ -64,7 +64,7 @@ class Seen:
 
 @asynccontextmanager
 async def started(app: Any, **scope: Any) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of an application that a server runs: the lifespan has a task of its own."""
+    """A client of an application that a server runs: the lifespan runs in a separate task."""
     received, sent = asyncio.Queue[Any](), asyncio.Queue[Any]()
     lifespan = asyncio.create_task(app({"type": "lifespan", **scope}, received.get, sent.put))
     await received.put({"type": "lifespan.startup"})
@@ -80,7 +80,7 @@ async def started(app: Any, **scope: Any) -> AsyncIterator[httpx.AsyncClient]:
     assert await sent.get() == {"type": "lifespan.shutdown.complete"}
 
 
-def test_the_outbox_runs_from_the_start_of_the_application_to_its_end_more_than_once() -> None:
+def test_the_outbox_runs_during_each_lifespan_of_the_application() -> None:
     outbox = Outbox("sqlite://", namespace="shop")
     seen = Seen(outbox)
 
@@ -145,34 +145,34 @@ async def test_an_error_of_the_running_application_keeps_its_cause() -> None:
     assert caught.value.__cause__ is cause
 
 
-async def test_handlers_end_before_the_objects_of_the_applications_own_lifespan_close() -> None:
-    told: list[str] = []
+async def test_handlers_finish_before_the_lifespan_of_the_application_closes() -> None:
+    calls: list[str] = []
 
     @asynccontextmanager
     async def mine(app: FastAPI) -> AsyncIterator[None]:
-        told.append("opened")
+        calls.append("opened")
         yield
-        told.append("closed")
+        calls.append("closed")
 
     async with memory_outbox() as outbox:
         app = FastAPI(lifespan=outbox.lifespan.within(mine))
-        begun = asyncio.Event()
+        handling = asyncio.Event()
 
         @outbox.handler(MoneyDeposited, name="first")
         async def first(envelope: Envelope) -> None:
-            begun.set()
+            handling.set()
             await envelope.stopping.wait()
-            told.append("handled")
+            calls.append("handled")
 
         async with app.router.lifespan_context(app):
             await outbox.execute(Emit((1,)))
-            await begun.wait()
+            await handling.wait()
 
-        assert told == ["opened", "handled", "closed"]
+        assert calls == ["opened", "handled", "closed"]
         await outbox.execute(Emit((2,)))  # the outbox was in use before, so the lifespan has not closed it
 
 
-async def test_an_error_of_the_application_ends_the_outbox_and_passes_through() -> None:
+async def test_an_error_of_the_application_stops_the_outbox_and_propagates() -> None:
     async with memory_outbox() as outbox:
         with pytest.raises(ValueError, match="no"):
             async with outbox.lifespan(FastAPI()):
@@ -181,7 +181,7 @@ async def test_an_error_of_the_application_ends_the_outbox_and_passes_through() 
             pass
 
 
-async def test_an_application_without_an_outbox_is_told_how_to_give_one() -> None:
+async def test_a_missing_outbox_is_reported_with_the_fix() -> None:
     app = FastAPI()
 
     @app.get("/")
@@ -244,13 +244,13 @@ async def origin(path: str, headers: Any, **options: Any) -> tuple[str | None, M
 
 
 @pytest.mark.parametrize("path", ["/execute", "/background", "/thread", "/received"])
-async def test_an_action_of_a_request_has_the_correlation_id_and_the_trace_of_the_request(path: str) -> None:
+async def test_an_action_has_the_correlation_id_and_trace_of_its_request(path: str) -> None:
     headers = {"x-request-id": "r-1", "traceparent": PARENT, "tracestate": "vendor=1"}
 
     assert await origin(path, headers) == ("r-1", {"traceparent": PARENT, "tracestate": "vendor=1"})
 
 
-async def test_values_that_a_call_gives_win_over_those_of_the_request() -> None:
+async def test_explicit_values_override_those_of_the_request() -> None:
     headers = {"x-request-id": "r-1", "traceparent": PARENT, "tracestate": "vendor=1"}
 
     assert await origin("/explicit", headers) == (
@@ -274,13 +274,11 @@ async def test_values_that_a_call_gives_win_over_those_of_the_request() -> None:
         ({}, None),
     ],
 )
-async def test_a_correlation_id_is_taken_from_the_first_header_with_a_valid_value(
-    headers: Any, expected: str | None
-) -> None:
+async def test_a_correlation_id_comes_from_the_first_valid_header(headers: Any, expected: str | None) -> None:
     assert (await origin("/execute", headers))[0] == expected
 
 
-async def test_the_names_of_the_headers_can_be_chosen_and_an_id_generated() -> None:
+async def test_header_names_are_configurable_and_an_id_can_be_generated() -> None:
     assert (await origin("/execute", {"x-id": "1", "x-request-id": "2"}, correlation_headers=["X-Id"]))[0] == "1"
     first = await origin("/execute", {"x-request-id": "not valid"}, generate=True)
     second = await origin("/execute", {}, generate=True)
@@ -295,7 +293,7 @@ async def test_the_names_of_the_headers_can_be_chosen_and_an_id_generated() -> N
         ([("traceparent", PARENT.replace("00-", "cc-", 1) + "-more")], None),
     ],
 )
-async def test_a_trace_is_passed_on_as_it_came(headers: Any, expected: str | None) -> None:
+async def test_a_trace_is_passed_on_unchanged(headers: Any, expected: str | None) -> None:
     _, found = await origin("/execute", headers)
 
     assert found == dict(headers[:1]) | ({} if expected is None else {"tracestate": expected})
@@ -310,11 +308,11 @@ async def test_a_trace_is_passed_on_as_it_came(headers: Any, expected: str | Non
         [("traceparent", PARENT[:36] + "0" * 16 + "-01")], [("traceparent", "none"), ("tracestate", "vendor=1")],
     ],
 )  # fmt: skip
-async def test_a_trace_that_is_not_valid_is_ignored(headers: Any) -> None:
+async def test_an_invalid_trace_is_ignored(headers: Any) -> None:
     assert await origin("/execute", headers) == (None, {})
 
 
-async def test_requests_at_the_same_time_keep_their_own_ids() -> None:
+async def test_concurrent_requests_keep_their_own_ids() -> None:
     async with serving() as (client, seen, outbox):
         await asyncio.gather(*(client.post("/execute", headers={"x-request-id": f"r-{n}"}) for n in range(20)))
         await client.post("/execute")
@@ -323,7 +321,7 @@ async def test_requests_at_the_same_time_keep_their_own_ids() -> None:
     assert sorted(str(found) for found, _ in seen.origins) == sorted(["None", *(f"r-{n}" for n in range(20))])
 
 
-async def test_an_action_of_a_handler_has_the_ids_of_the_handlers_event() -> None:
+async def test_an_action_of_a_handler_has_the_ids_of_its_event() -> None:
     async with memory_outbox() as outbox:
         found: list[str | None] = []
 
@@ -356,7 +354,7 @@ async def test_websockets_and_the_lifespan_pass_unchanged(kind: str) -> None:
 
 
 @pytest.mark.parametrize("names", [["X Request"], [""], [5], "X:Y"])
-def test_a_name_that_is_no_header_is_refused(names: Any) -> None:
+def test_an_invalid_header_name_is_refused(names: Any) -> None:
     with pytest.raises(ConfigurationError, match="expected names such as 'X-Request-ID'"):
         OriginMiddleware(FastAPI(), correlation_headers=names)
 
@@ -373,7 +371,7 @@ def test_a_name_that_is_no_header_is_refused(names: Any) -> None:
         (ValueError("no"), None),
     ],
 )
-async def test_an_error_that_the_client_may_try_again_has_a_response(error: Exception, status: int | None) -> None:
+async def test_a_retryable_error_has_a_response(error: Exception, status: int | None) -> None:
     async def index(request: Request) -> None:
         raise error
 
@@ -395,7 +393,7 @@ async def test_an_error_that_the_client_may_try_again_has_a_response(error: Exce
 # --- Starlette and Litestar --------------------------------------------------------------------------
 
 
-async def test_a_starlette_application_finds_the_outbox_in_its_state() -> None:
+async def test_a_starlette_application_has_the_outbox_in_its_state() -> None:
     async def index(request: Request) -> Response:
         return PlainTextResponse(get_outbox(request).namespace)
 
@@ -405,7 +403,7 @@ async def test_a_starlette_application_finds_the_outbox_in_its_state() -> None:
             assert (await client.get("/")).text == outbox.namespace
 
 
-async def test_a_litestar_application_runs_the_outbox_and_gives_it_to_its_handlers() -> None:
+async def test_a_litestar_application_runs_and_injects_the_outbox() -> None:
     @get("/")
     async def index(outbox: NamedDependency[Outbox]) -> int:
         await outbox.execute(Emit((1,)))

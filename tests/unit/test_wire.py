@@ -1,4 +1,4 @@
-"""The statements that the tests count on the wire."""
+"""Counting statements on the wire."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from tests.kit.wire import number_of_statements, statements_in, watched
         (r"INSERT INTO t VALUES ('it''s; fine', 'so \'; is this'); COMMIT", 2),
     ],
 )
-def test_a_message_may_hold_several_statements(message: str, number: int) -> None:
+def test_a_message_may_contain_several_statements(message: str, number: int) -> None:
     assert len(statements_in(message)) == number
     assert number_of_statements(message.encode()) == number
 
 
-def test_statements_on_sqlite_are_counted_while_somebody_watches() -> None:
+def test_statements_on_sqlite_are_counted_while_watched() -> None:
     with watched(keeps_texts=True) as wire:
         connection = sqlite3.connect(":memory:")
         connection.execute("SELECT 1")

@@ -1,4 +1,4 @@
-"""Workers: how many there are, what they run, and when they may."""
+"""Workers: how many there are, what they run, and when."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.kit.dispatching import NOON, Parts, queue_of, row_of
 pytestmark = pytest.mark.virtual_time
 
 
-async def test_handlers_that_never_wait_are_run_by_few_workers() -> None:
+async def test_handlers_that_never_wait_need_few_workers() -> None:
     ran = list[int]()
 
     async def handle(run: Any) -> None:
@@ -32,16 +32,16 @@ async def test_handlers_that_never_wait_are_run_by_few_workers() -> None:
     await parts.close()
 
 
-async def test_handlers_that_wait_have_all_workers_and_no_more() -> None:
-    inside, most, goes_on = 0, 0, asyncio.Event()
+async def test_handlers_that_wait_use_all_workers_and_no_more() -> None:
+    inside, most, resumed = 0, 0, asyncio.Event()
 
     async def handle(run: Any) -> None:
         nonlocal inside, most
         inside += 1
         most = max(most, inside)
         if inside == 5:
-            goes_on.set()
-        await goes_on.wait()
+            resumed.set()
+        await resumed.wait()
         inside -= 1
 
     settings = Settings(concurrency=5)
@@ -52,18 +52,18 @@ async def test_handlers_that_wait_have_all_workers_and_no_more() -> None:
     await parts.close()
 
 
-async def test_without_a_proof_of_the_locks_nothing_starts_and_rows_are_given_back() -> None:
+async def test_without_a_lock_proof_nothing_starts_and_rows_are_released() -> None:
     parts = Parts(queue_of())
     parts.state.proven_until = float("-inf")
     parts.take(row_of(1), row_of(2))
     async with asyncio.timeout(10):
         await parts.state.quiet.wait()
-    assert parts.locks.asked_for_proof > 0
+    assert parts.locks.proof_requests > 0
     assert (parts.in_flight.rows, parts.state.counters.succeeded, parts.settler.waiting) == ({}, 0, [])
     await parts.close()
 
 
-async def test_a_proof_that_was_made_while_the_loop_was_blocked_counts() -> None:
+async def test_a_proof_made_while_the_loop_was_blocked_counts() -> None:
     parts = Parts(queue_of())
     parts.state.proven_until = float("-inf")
 
@@ -76,7 +76,7 @@ async def test_a_proof_that_was_made_while_the_loop_was_blocked_counts() -> None
     await parts.close()
 
 
-async def test_a_row_that_outlived_its_retention_expires_without_a_call() -> None:
+async def test_a_row_past_its_retention_expires_without_a_call() -> None:
     async def handle(run: Any) -> None:
         raise AssertionError("it was called")
 
@@ -88,7 +88,7 @@ async def test_a_row_that_outlived_its_retention_expires_without_a_call() -> Non
     await parts.close()
 
 
-async def test_a_worker_whose_handler_left_a_context_variable_behind_ends() -> None:
+async def test_a_worker_with_a_leaked_context_variable_ends() -> None:
     left, seen = contextvars.ContextVar[int]("left", default=0), list[int]()
 
     async def handle(run: Any) -> None:
@@ -103,7 +103,7 @@ async def test_a_worker_whose_handler_left_a_context_variable_behind_ends() -> N
     await parts.close()
 
 
-async def test_a_worker_that_fails_is_replaced_and_its_row_has_failed(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_failing_worker_is_replaced_and_its_row_fails(caplog: pytest.LogCaptureFixture) -> None:
     parts = Parts(queue_of())
     call, failures = parts.workers._invoker.call, [RuntimeError("broken")]
 
@@ -120,7 +120,7 @@ async def test_a_worker_that_fails_is_replaced_and_its_row_has_failed(caplog: py
     await parts.close()
 
 
-async def test_workers_give_the_event_loop_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_workers_yield_to_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     turns = 0
 
     async def count_turns() -> None:
@@ -129,7 +129,7 @@ async def test_workers_give_the_event_loop_a_turn(monkeypatch: pytest.MonkeyPatc
             turns += 1
             await asyncio.sleep(0)
 
-    monkeypatch.setattr(module, "SLICE", -1.0)  # each run is one too many for its turn
+    monkeypatch.setattr(module, "SLICE", -1.0)  # each run exceeds the time of its turn
     parts = Parts(queue_of())
     counting = asyncio.create_task(count_turns())
     parts.take(*map(row_of, range(1, 21)))
@@ -157,23 +157,23 @@ async def test_idle_workers_end() -> None:
 
 
 async def test_hooks_are_called_beside_the_workers() -> None:
-    told = list[int]()
+    called = list[int]()
 
     async def handle(run: Any) -> None:
-        told.append(run.notification.id.int)
+        called.append(run.notification.id.int)
 
     async def hook(envelope: object, error: object) -> None: ...
 
     parts = Parts(queue_of(function=handle, on_dead=hook))
     parts.take(row_of(1, state=DYING), row_of(2))
     await parts.quiet()
-    assert sorted(told) == [1, 2]
+    assert sorted(called) == [1, 2]
     await eventually(lambda: not parts.state.hook_tasks)
     assert parts.state.hooks == 0
     await parts.close()
 
 
-async def test_a_handler_that_never_waits_has_16_rows_in_a_row() -> None:
+async def test_a_handler_that_never_waits_runs_16_rows_in_a_row() -> None:
     ran = list[str]()
 
     async def handle(run: Any) -> None:

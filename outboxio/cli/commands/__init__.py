@@ -1,1 +1,1 @@
-"""The work of the commands. ``app.py`` has the command lines; a module here has the commands of one kind."""
+"""The implementation of the commands. Their arguments are in ``outboxio/cli/arguments``."""

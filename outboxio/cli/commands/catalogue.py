@@ -1,4 +1,4 @@
-"""``outboxio events``: the event types of the application's code, the AsyncAPI document, and the lock file."""
+"""``outboxio events``: the event types in your code, the AsyncAPI document, and the lock file."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from outboxio.catalogue.lock import (
     locked,
     read_lock,
 )
-from outboxio.cli.answer import Exit, line, say, say_aside, say_json
 from outboxio.cli.commands.rows import Column, Rows
-from outboxio.cli.inside import databases, handlers, registered_types
+from outboxio.cli.internals import databases, handlers, registered_types
 from outboxio.cli.options import Common
+from outboxio.cli.output import Exit, echo, echo_json, echo_stderr, line
 from outboxio.cli.target import TargetError
 from outboxio.model.event import type_names
 from outboxio.model.operating.groups import Search
@@ -39,25 +39,25 @@ _ROWS = 100  # of each event type
 
 
 class Catalogue(Common, frozen=True):
-    """The options. The database is beside the code, and not in its place."""
+    """The options of the command. The database is read in addition to the code."""
 
     asyncapi: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Write an AsyncAPI 3.0 document; - is stdout.", show_default=False),
+        typer.Option(metavar="FILE", help="Write an AsyncAPI 3.0 document; - for stdout.", show_default=False),
     ] = None
     check: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Compare with this lock file, as events.lock.json, and read its examples. Exits with 1 for a change "
-            "that stored rows or existing readers do not survive. With --database, also reads the newest rows.",
+            help="Compare with this lock file, as in events.lock.json, and decode its examples. Exits with 1 for a "
+            "change that breaks stored rows or existing readers. With --database, also decodes the newest rows.",
             show_default=False,
         ),
     ] = None
     write: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Write the lock file: schemas and examples of every version.", show_default=False
+            metavar="FILE", help="Write the lock file: schemas and examples of all versions.", show_default=False
         ),
     ] = None
 
@@ -67,19 +67,23 @@ class Catalogue(Common, frozen=True):
     ] = None
     namespace: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="With --database. Default: the outbox's.", show_default=False),
+        typer.Option(
+            metavar="NAME", help="With --database: the namespace. Default: that of the outbox.", show_default=False
+        ),
     ] = None
 
     def refuse_contradiction(self) -> None:
-        """Raise :class:`TargetError` for options that exclude one another."""
+        """Raise :class:`TargetError` for options that exclude each other."""
         if self.check is not None and self.write is not None:
-            raise TargetError("--check and --write exclude one another: check first, then write")
+            raise TargetError("--check and --write exclude each other: check first, then write")
         if self.asyncapi == Path("-") and (self.check or self.write):
-            raise TargetError("--asyncapi - writes to stdout, and takes neither --check nor --write; name a file")
+            raise TargetError(
+                "--asyncapi - cannot be used with --check or --write, which also print to stdout; name a file"
+            )
 
 
 async def events(
-    outbox: Outbox, given: Catalogue, rows: AbstractAsyncContextManager[Outbox] | None, *, as_json: bool
+    outbox: Outbox, options: Catalogue, rows: AbstractAsyncContextManager[Outbox] | None, *, as_json: bool
 ) -> Exit:
     """List the event types, or write or check the files. ``rows``: the outbox of a database, to read its rows."""
     classes = classes_of(handlers(outbox), registered_types(outbox))
@@ -88,28 +92,28 @@ async def events(
     if rows is not None:
         async with rows as stored:
             emitted_by = await stored.admin.emitters()
-            faults = await _faults(stored, classes) if given.check is not None else []
+            faults = await _faults(stored, classes) if options.check is not None else []
     types = published(event_types(handlers(outbox), registered_types(outbox), outbox.namespace, emitted_by))
-    code = Exit.FINE
-    if given.write is not None:
-        _write(given.write, types, classes, as_json=as_json)
-    elif given.check is not None:
-        code = _check(given.check, types, classes, faults, as_json=as_json)
-    if given.asyncapi is not None:
-        lock_file = given.check or given.write
+    code = Exit.OK
+    if options.write is not None:
+        _write(options.write, types, classes, as_json=as_json)
+    elif options.check is not None:
+        code = _check(options.check, types, classes, faults, as_json=as_json)
+    if options.asyncapi is not None:
+        lock_file = options.check or options.write
         document = outbox.catalogue(emitted_by=emitted_by, lock_file=lock_file)
-        _save(given.asyncapi, msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n", "--asyncapi")
-    elif given.write is None and given.check is None:
+        _save(options.asyncapi, msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n", "--asyncapi")
+    elif options.write is None and options.check is None:
         _list(types, as_json=as_json, knows_emitters=rows is not None)
     return code
 
 
 def _list(types: Sequence[EventType], *, as_json: bool, knows_emitters: bool) -> None:
     if as_json:
-        say_json({"types": types})
+        echo_json({"types": types})
         return
     if not types:
-        say(line(("no event types are registered: import the modules that register handlers", "yellow")))
+        echo(line(("no event types are registered; import the modules that register handlers", "yellow")))
         return
     shown = Rows("type", Column("version", right=True), Column("handlers", folds=True), Column("relays", folds=True),
                  Column("emitted by", folds=True))  # fmt: skip
@@ -120,9 +124,9 @@ def _list(types: Sequence[EventType], *, as_json: bool, knows_emitters: bool) ->
             line((one.name, "bold")), str(one.version), line(", ".join(one.handlers)), line(", ".join(relays)),
             line(", ".join(one.emitted_by)), below=also,
         )  # fmt: skip
-    say(shown)
+    echo(shown)
     if not knows_emitters:
-        say_aside(line(("to see which actions emit them, add: --database URL", "dim")))
+        echo_stderr(line(("to see which actions emit them, add: --database URL", "dim")))
 
 
 def _write(path: Path, types: Sequence[EventType], classes: Mapping[str, type[AnyEvent]], *, as_json: bool) -> None:
@@ -130,14 +134,14 @@ def _write(path: Path, types: Sequence[EventType], classes: Mapping[str, type[An
     breaking = check(types, former, classes)
     _save(path, lock_text(locked(types, former, classes)), "--write")
     if as_json:
-        say_json({"written": str(path), "breaking": breaking})
+        echo_json({"written": str(path), "breaking": breaking})
         return
     for change in breaking:
-        say(line(("..", "yellow"), f"  accepted: {change}"))
-    say(line(("ok", "green"), f"  wrote {counted(len(types), 'event type')} into {path}"))
+        echo(line(("WARN", "yellow"), f"  accepted: {change}"))
+    echo(line(("ok", "green"), f"  wrote {counted(len(types), 'event type')} into {path}"))
     for one in types:
         if one.schema is not None and not one.examples:
-            say(line(("..", "yellow"), f"  {one.name} has no example: write a class method __examples__"))
+            echo(line(("WARN", "yellow"), f"  {one.name} has no example: add a class method __examples__"))
 
 
 def _check(
@@ -152,36 +156,40 @@ def _check(
     breaking = [*check(types, lock, classes), *faults]
     is_current = lock_text(lock) == lock_text(locked(types, lock, classes))
     if as_json:
-        say_json({"ok": not breaking, "is_current": is_current, "breaking": breaking})
-        return Exit.NO if breaking else Exit.FINE
+        echo_json({"ok": not breaking, "is_current": is_current, "breaking": breaking})
+        return Exit.FAILED if breaking else Exit.OK
     for change in breaking:
-        say(line(("NO", "bold red"), f"  {change}"))
+        echo(line(("FAIL", "bold red"), f"  {change}"))
     if not breaking:
-        say(
-            line(("ok", "green"), f"  {counted(len(types), 'event type')}: stored rows and readers survive all changes")
+        echo(
+            line(
+                ("ok", "green"),
+                f"  {counted(len(types), 'event type')}: all changes are compatible with stored rows and readers",
+            )
         )
     if not breaking and not is_current:
-        say(line(("..", "yellow"), f"  {path} does not have all changes yet: run --write {path}, and commit the file"))
-    return Exit.NO if breaking else Exit.FINE
+        echo(line(("WARN", "yellow"), f"  {path} is out of date: run --write {path}, and commit the file"))
+    return Exit.FAILED if breaking else Exit.OK
 
 
 async def _faults(stored: Outbox, classes: Mapping[str, type[AnyEvent]]) -> list[BreakingChange]:
-    """The event types with rows that are not read, among the newest rows of each type. Quotes no values of rows."""
+    """Return the event types with undecodable rows among their newest rows. Values of rows are not quoted."""
     found: list[BreakingChange] = []
     for name, cls in sorted(classes.items()):
         search = Search(event_types=tuple(sorted(type_names(cls))))
         for database in databases(stored).values():
             rows = (await database.event_search.newest(stored.namespace, search, _ROWS)).rows
-            faults = list(_unread(rows, cls))
+            faults = list(_undecodable(rows, cls))
             if faults:
                 row, version, fault = faults[0]
-                told = f"{len(faults)} of the newest {counted(len(rows), 'row')} cannot be read, as {row.id} of version"
-                fix = f"let version {version} be read: a default, or an upcaster"
-                found.append(BreakingChange(name, field_in(fault) or None, f"{told} {version}: {fault}", fix))
+                rows_at_fault = f"{len(faults)} of the newest {counted(len(rows), 'row')}"
+                text = f"{rows_at_fault} cannot be decoded, such as {row.id} of version"
+                fix = f"make version {version} readable: add a default or an upcaster"
+                found.append(BreakingChange(name, field_in(fault) or None, f"{text} {version}: {fault}", fix))
     return found
 
 
-def _unread(rows: Sequence[EventSummary], cls: type[AnyEvent]) -> Iterator[tuple[EventSummary, int, str]]:
+def _undecodable(rows: Sequence[EventSummary], cls: type[AnyEvent]) -> Iterator[tuple[EventSummary, int, str]]:
     for row in rows:
         version = 1 if row.headers is None else version_in(row.headers)
         error = decoding_error(cls, version, bytes(row.payload or b"null"))
@@ -196,4 +204,4 @@ def _save(path: Path, text: bytes, option: str) -> None:
     try:
         path.write_bytes(text)
     except OSError as error:
-        raise TargetError(f"{option} {path} cannot be written: {error.strerror}; give another name") from error
+        raise TargetError(f"{option}: cannot write {path}: {error.strerror}") from error

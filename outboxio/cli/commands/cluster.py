@@ -1,4 +1,4 @@
-"""``outboxio instances``, ``locks``, ``keys``, ``paused``, ``operations``: who does what in the cluster."""
+"""``outboxio keys``, ``paused``, ``operations`` and ``partitions``."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from outboxio.cli.answer import Exit, ago, line, moment, say, say_aside, say_json, state_of
-from outboxio.cli.commands.operations import Manner
+from outboxio.cli.commands.operations import OutputFormat
 from outboxio.cli.commands.rows import Column, Rows
-from outboxio.cli.inside import admin_of, databases
+from outboxio.cli.internals import admin_of, databases
 from outboxio.cli.options import pasted
+from outboxio.cli.output import Exit, ago, echo, echo_json, echo_stderr, line, state_of, timestamp
 from outboxio.cli.target import TargetError
 from outboxio.handlers.options import AnyPartitions
-from outboxio.operations.arguments import given_partitions
+from outboxio.operations.arguments import partitions_argument
 from outboxio.operations.partitions.owners import HandlerPartitions, PartitionOwner, in_ranges
 from outboxio.outbox import Outbox
 from outboxio.support.text import briefly
@@ -28,47 +28,47 @@ async def paused(outbox: Outbox, *, as_json: bool) -> Exit:
     """Print the names of the paused handlers."""
     names = sorted(await admin_of(outbox).paused())
     if as_json:
-        say_json(names)
+        echo_json(names)
     elif names:
         for name in names:
-            say(line((name, "bold"), " is paused; to end the pause:  ", pasted("unpause", name)))
+            echo(line((name, "bold"), " is paused; to resume it:  ", pasted("unpause", name)))
     else:
-        say(line(("ok", "green"), "  no handler is paused"))
-    return Exit.FINE
+        echo(line(("ok", "green"), "  no handler is paused"))
+    return Exit.OK
 
 
 async def operations(outbox: Outbox, limit: int, after: str | None, *, as_json: bool) -> Exit:
-    """Print the newest orders of operators."""
+    """Print the newest operations."""
     page = await admin_of(outbox).operations(limit, after)
     if as_json:
-        say_json({"rows": list(page), "next": page.next})
-        return Exit.FINE
+        echo_json({"rows": list(page), "next": page.next})
+        return Exit.OK
     if not page:
-        say(line(("no operator has given an order yet", "dim")))
-        return Exit.FINE
-    shown = Rows("id", "order", "state", Column("done", right=True), "by", "when (UTC)")
+        echo(line(("no operations yet", "dim")))
+        return Exit.OK
+    shown = Rows("id", "operation", "state", Column("done", right=True), "by", "when (UTC)")
     for one in page:
         number = f"{one.done:,} of {one.matched:,}"
-        told = ": ".join(filter(None, (one.reason, one.error)))
+        details = ": ".join(filter(None, (one.reason, one.error)))
         shown.add(
             str(one.id), line(one.kind), state_of(one.state), number, line(f"{one.actor} ({one.origin})"),
-            moment(one.created_date), below=line((told, "dim")),
+            timestamp(one.created_date), below=line((details, "dim")),
         )  # fmt: skip
-    say(shown)
+    echo(shown)
     if page.next is not None:
-        say_aside(line((f"to see older ones, add: --after {page.next}", "dim")))
-    return Exit.FINE
+        echo_stderr(line((f"to see older ones, add: --after {page.next}", "dim")))
+    return Exit.OK
 
 
 async def keys(outbox: Outbox, *, as_json: bool) -> Exit:
-    """Print the parked keys, each with the commands that let the key go on."""
+    """Print the parked keys, and the commands to resume them."""
     found = await admin_of(outbox).keys()
     if as_json:
-        say_json(found)
-        return Exit.FINE
+        echo_json(found)
+        return Exit.OK
     if not found:
-        say(line(("ok", "green"), "  no key is parked"))
-        return Exit.FINE
+        echo(line(("ok", "green"), "  no key is parked"))
+        return Exit.OK
     shown = Rows("handler", "key", "parked by", "since", Column("behind", right=True))
     for key in found:
         shown.add(
@@ -76,86 +76,86 @@ async def keys(outbox: Outbox, *, as_json: bool) -> Exit:
             f"{key.blocked:,}",
         )  # fmt: skip
     first = found[0]
-    say(
+    echo(
         shown,
         "",
-        line(("to run the parking notification again, or to go on without that notification:", "dim")),
+        line(("to run the dead letter again, or to skip it and resume the key:", "dim")),
     )
-    say(
+    echo(
         line("  ", pasted("retry", str(first.notification_id))),
         line("  ", pasted("resume", first.handler_name, first.ordering_key)),
     )
-    return Exit.FINE
+    return Exit.OK
 
 
 # --- ``outboxio partitions`` ----------------------------------------------------------------------
 #
-# ``outboxio partitions``: who owns which partition of a handler, and how many partitions there are.
+# Which process owns which partition of a handler, and how many partitions there are.
 
 
-_PATIENCE = 3.0  # seconds: a running process takes a new partition within a second or two
+_TAKE_TIMEOUT = 3.0  # seconds: a running process takes a new partition within a second or two
 
 
-class Request(Struct, frozen=True):
-    """The words of the command line behind the target."""
+class PartitionRequest(Struct, frozen=True):
+    """The arguments after the target."""
 
     handler: str | None = None
     number: AnyPartitions | None = None
 
 
-def request_of(words: Sequence[str]) -> Request:
-    """The meaning of the words: ``[NAME [NUMBER]]``."""
-    name, number = (*words, None, None)[:2]
+def request_of(arguments: Sequence[str]) -> PartitionRequest:
+    """Parse the arguments ``[NAME [NUMBER]]``."""
+    name, number = (*arguments, None, None)[:2]
     if number == "auto":
-        return Request(name, "auto")
+        return PartitionRequest(name, "auto")
     if number is not None and not (number.isdecimal() and len(number) < 10):
         raise TargetError(
-            f"{briefly(number)} is no number of partitions; expected auto, or a whole number from 1 to 64"
+            f"invalid number of partitions {briefly(number)}; expected auto, or a whole number from 1 to 64"
         )
-    return Request(name, None if number is None else int(number))
+    return PartitionRequest(name, None if number is None else int(number))
 
 
-async def partitions(outbox: Outbox, request: Request, manner: Manner) -> Exit:
-    """Show the partitions of a handler, or of all handlers; with a number, set the number first."""
+async def partitions(outbox: Outbox, request: PartitionRequest, output: OutputFormat) -> Exit:
+    """Show the partitions of a handler, or of all handlers. With a number, set it first."""
     for database in databases(outbox).values():
         await database.schema.check()
     name, number, admin = request.handler, request.number, admin_of(outbox)
     before = await admin.partitions(name) if number is not None else ()
-    if number is not None and manner.dry_run:
-        return _plan(outbox, before, given_partitions(number), manner)
-    found = await admin.partitions(name, number, reason=manner.reason)
-    if manner.as_json:
-        say_json(found)
-        return Exit.FINE
+    if number is not None and output.dry_run:
+        return _plan(outbox, before, partitions_argument(number), output)
+    found = await admin.partitions(name, number, reason=output.reason)
+    if output.as_json:
+        echo_json(found)
+        return Exit.OK
     for former, one in zip(before, found, strict=False):
         if former.number != one.number:
-            say(line((one.handler_name, "bold"), f"{_where(outbox, one)}: {former.number} -> {one.number} partitions"))
+            echo(line((one.handler_name, "bold"), f"{_where(outbox, one)}: {former.number} -> {one.number} partitions"))
         elif former.source != one.source:
-            say(line((one.handler_name, "bold"), f"{_where(outbox, one)}: {one.number} partitions, {one.why}"))
+            echo(line((one.handler_name, "bold"), f"{_where(outbox, one)}: {one.number} partitions, {one.why}"))
     if number is not None:
         found = await _when_taken(outbox, request)
-    say(_table(outbox, found))
-    return Exit.FINE
+    echo(_table(outbox, found))
+    return Exit.OK
 
 
-def _plan(outbox: Outbox, before: Sequence[HandlerPartitions], number: AnyPartitions, manner: Manner) -> Exit:
-    """Say what the order would change."""
+def _plan(outbox: Outbox, before: Sequence[HandlerPartitions], number: AnyPartitions, output: OutputFormat) -> Exit:
+    """Print what the operation would change."""
     if number == "auto":
         names = ", ".join(f"{one.handler_name}{_where(outbox, one)}" for one in before)
-        return manner.said(f"partitions would leave the number of partitions of {names} to outboxio")
+        return output.printed(f"would let outboxio choose the number of partitions of {names}")
     changes = [
         f"{one.handler_name}{_where(outbox, one)} from {one.number} to {number}"
         for one in before
         if one.number != number
     ]
     if not changes:
-        return manner.said(f"the number of partitions is {number} already")
-    return manner.said(f"partitions would set the number of partitions of {', '.join(changes)}")
+        return output.printed(f"the number of partitions is already {number}")
+    return output.printed(f"would change the number of partitions of {', '.join(changes)}")
 
 
-async def _when_taken(outbox: Outbox, request: Request) -> Sequence[HandlerPartitions]:
-    """The partitions as soon as running processes have taken all of them, or after 3 s."""
-    until = time.monotonic() + _PATIENCE
+async def _when_taken(outbox: Outbox, request: PartitionRequest) -> Sequence[HandlerPartitions]:
+    """Return the partitions when running processes have taken all of them, or after 3 s."""
+    until = time.monotonic() + _TAKE_TIMEOUT
     while True:
         found = await outbox.admin.partitions(request.handler)
         is_awaited = any(one.by_owner.keys() - {None} and None in one.by_owner for one in found)
@@ -165,7 +165,7 @@ async def _when_taken(outbox: Outbox, request: Request) -> Sequence[HandlerParti
 
 
 def _table(outbox: Outbox, found: Sequence[HandlerPartitions]) -> Table:
-    """A row for each handler name and process."""
+    """Return a table with a row for each handler name and process."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0), show_edge=False, header_style="dim")
     table.add_column("handler", overflow="fold")
     table.add_column("of", justify="right")
@@ -186,7 +186,7 @@ def _table(outbox: Outbox, found: Sequence[HandlerPartitions]) -> Table:
 
 
 def _by_owner(one: HandlerPartitions) -> Sequence[Sequence[PartitionOwner]]:
-    """The partitions of each process; partitions without an owner come last."""
+    """Return the partitions of each process. Those without an owner come last."""
     owned = [[each for each in one.owners if each.owner == owner] for owner in one.by_owner]
     return sorted(owned, key=lambda each: (each[0].owner is None, each[0].partition))
 

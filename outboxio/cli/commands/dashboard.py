@@ -1,4 +1,4 @@
-"""``outboxio completion``: the script with which a shell completes the command."""
+"""``outboxio completion``, ``demo`` and ``dashboard``."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from urllib.parse import urlsplit
 
 import typer
 
-from outboxio.cli.answer import Exit, actor, line, say, say_json, terminal
 from outboxio.cli.commands.worker import signalled
 from outboxio.cli.options import Options
+from outboxio.cli.output import Exit, actor, echo, echo_json, line, terminal
 from outboxio.cli.target import TargetError
 from outboxio.outbox import Outbox
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 VARIABLE = "_OUTBOXIO_COMPLETE"
-"""The environment variable through which the script of a shell asks for completions."""
+"""The environment variable with which a shell's completion script requests completions."""
 
 completion: Any = import_module("typer.completion")  # its types are not exported
 
@@ -39,12 +39,12 @@ Shell = Literal["bash", "zsh", "fish", "powershell"]
 
 
 def script(shell: Shell) -> str:
-    """The script of a shell."""
+    """Return the completion script of a shell."""
     return str(completion.get_completion_script(prog_name="outboxio", complete_var=VARIABLE, shell=shell))
 
 
 def answer_shells() -> None:
-    """Let the command answer a shell that completes. Nothing without a question of a shell."""
+    """Print completions, if a shell requests them."""
     if VARIABLE in os.environ:
         completion.completion_init()
 
@@ -53,21 +53,21 @@ def print_script(shell: Shell) -> None:
     typer.echo(script(shell))
 
 
-# --- ``outboxio demo``: runs the wallet example, which is shipped with the package ----------------
+# --- ``outboxio demo``: runs the wallet example of the package ------------------------------------
 
 
 _NAME = "outboxio.examples.wallets"
 
 
 async def demo(database: str | None) -> Exit:
-    """Run the example on a database; the answer is no if the balances do not add up."""
+    """Run the example on a database. Fails if the balances do not add up."""
     _load_wallets()
-    story = importlib.import_module(f"{_NAME}.demo")
-    return Exit.FINE if await story.run(database, terminal()) else Exit.NO
+    example = importlib.import_module(f"{_NAME}.demo")
+    return Exit.OK if await example.run(database, terminal()) else Exit.FAILED
 
 
 def _load_wallets() -> None:
-    """Make the example importable under the same name from the wheel and from a source checkout."""
+    """Make the example importable under one name, from the wheel and from a source checkout."""
     if _NAME not in sys.modules:
         spec = _spec()
         package: ModuleType = module_from_spec(spec)
@@ -85,51 +85,51 @@ def _spec() -> ModuleSpec:
     return spec
 
 
-# --- ``outboxio dashboard`` -----------------------------------------------------------------------
-#
-# ``outboxio dashboard``: serves the dashboard from a terminal, on this machine unless a password is given.
+# --- ``outboxio dashboard``: only for this machine, unless there is a password --------------------
 
 
 class Serving(Options, frozen=True):
-    """Where the dashboard listens, and for whom."""
+    """Where the dashboard listens, and who may use it."""
 
     host: Annotated[
-        str, typer.Option(metavar="HOST", help="The address to listen on. An address of the network needs --auth-env.")
+        str, typer.Option(metavar="HOST", help="Address to listen on. Other than localhost, requires --auth-env.")
     ] = "127.0.0.1"
-    port: Annotated[int, typer.Option(metavar="PORT", min=0, max=65535, help="The port; 0 for a free port.")] = 8900
+    port: Annotated[int, typer.Option(metavar="PORT", min=0, max=65535, help="Port; 0 for a free port.")] = 8900
     auth_env: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", help="The environment variable with the password that browsers send.", show_default=False
+            metavar="NAME", help="Environment variable with the password of the dashboard.", show_default=False
         ),
     ] = None
-    user: Annotated[str, typer.Option(metavar="USER", help="With --auth-env: the user of the password.")] = "ops"
-    read_only: Annotated[bool, typer.Option("--read-only", help="Leave out everything that changes rows.")] = False
+    user: Annotated[str, typer.Option(metavar="USER", help="With --auth-env: the user name.")] = "ops"
+    read_only: Annotated[bool, typer.Option("--read-only", help="Disable all operations.")] = False
 
 
 def refuse_open(serving: Serving) -> None:
-    """Raise :class:`TargetError` for an address that other machines reach, without a password."""
+    """Raise :class:`TargetError` for an address that other machines can reach, without a password."""
     if serving.auth_env is None and not is_loopback(serving.host):
         raise TargetError(
-            f"--host {serving.host} can be reached from other machines: give --auth-env NAME, the environment "
+            f"--host {serving.host} can be reached from other machines: add --auth-env NAME, the environment "
             "variable with the password"
         )
 
 
 async def serve(outbox: Outbox, serving: Serving, *, as_json: bool = False) -> Exit:
-    """Serve until a signal comes."""
+    """Serve until a signal arrives."""
     uvicorn, app = _uvicorn(), _app(outbox, serving)
     config = uvicorn.Config(
         app, host=serving.host, port=serving.port, log_level="warning", lifespan="off", timeout_graceful_shutdown=5
     )
     server = _without_signals(uvicorn)(config)
     listening = config.bind_socket()
-    listening.listen(config.backlog)  # the server listens later; a browser may come as soon as the address is told
+    listening.listen(
+        config.backlog
+    )  # a browser may connect as soon as the address is printed, before the server listens
     port = listening.getsockname()[1]
     try:
         with signalled() as stop:
             serves = asyncio.ensure_future(server.serve([listening]))
-            _tell(outbox.namespace, serving.host, port, as_json=as_json)
+            _print_address(outbox.namespace, serving.host, port, as_json=as_json)
             stopping = asyncio.ensure_future(stop.wait())
             await asyncio.wait((serves, stopping), return_when=asyncio.FIRST_COMPLETED)
             stopping.cancel()
@@ -137,16 +137,16 @@ async def serve(outbox: Outbox, serving: Serving, *, as_json: bool = False) -> E
             await serves
     finally:
         listening.close()
-    return Exit.FINE
+    return Exit.OK
 
 
-def _tell(namespace: str, host: str, port: int, *, as_json: bool) -> None:
+def _print_address(namespace: str, host: str, port: int, *, as_json: bool) -> None:
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}/"
     if as_json:
-        say_json({"namespace": namespace, "url": url})
+        echo_json({"namespace": namespace, "url": url})
         sys.stdout.flush()
     else:
-        say(line("dashboard of ", (namespace, "bold"), ": ", (url, "cyan")))
+        echo(line("dashboard of ", (namespace, "bold"), ": ", (url, "cyan")))
 
 
 def is_loopback(host: str) -> bool:
@@ -160,15 +160,15 @@ def is_loopback(host: str) -> bool:
 
 
 def only_here(request: Request) -> Access | None:
-    """All rights for the user of this machine.
+    """Grant all rights to the user of this machine.
 
-    The page must have been asked for by a name of this machine: a foreign site can let a name of its own lead to
-    127.0.0.1, and a browser would let the site read the pages and send the forms.
+    The Host header must name this machine. Otherwise a malicious site could let its own name resolve to 127.0.0.1
+    (DNS rebinding), and a browser would let it read the pages and send the forms.
     """
     from outboxio.dashboard import Access
 
-    asked = urlsplit(f"//{request.headers.get('host', '')}").hostname or ""
-    return Access.admin(actor()) if is_loopback(asked) else None
+    host = urlsplit(f"//{request.headers.get('host', '')}").hostname or ""
+    return Access.admin(actor()) if is_loopback(host) else None
 
 
 def _app(outbox: Outbox, serving: Serving) -> Any:
@@ -188,9 +188,9 @@ def _uvicorn() -> Any:
 
 
 def _without_signals(uvicorn: Any) -> Any:
-    """The server of uvicorn, which leaves the signals to this command."""
+    """Return a uvicorn server class that leaves signals to this command."""
 
-    class Server(uvicorn.Server):  # type: ignore[misc]  # imported by the call, so a checker knows no base
+    class Server(uvicorn.Server):  # type: ignore[misc]  # imported at run time, so type checkers do not know the base
         def capture_signals(self) -> Any:
             return nullcontext()
 

@@ -1,4 +1,4 @@
-"""``outboxio describe``: the handlers and settings of the application's code, without a database."""
+"""``outboxio describe``: the handlers and settings in your code, without a database."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from outboxio.cli.answer import Exit, indented, line, say, say_json
-from outboxio.cli.inside import databases, handlers
+from outboxio.cli.internals import databases, handlers
+from outboxio.cli.output import Exit, echo, echo_json, indented, line
 from outboxio.handlers.described import DEFAULT_OPTIONS, changed
 from outboxio.handlers.handler import Handler
 from outboxio.model.event import Event, is_event_class, type_name, with_subclasses
@@ -21,7 +21,7 @@ from outboxio.settings import Settings
 
 
 class OutboxDescription(Struct, frozen=True):
-    """An outbox, as the code has made it."""
+    """An outbox, as the code configures it."""
 
     namespace: str
     shards: dict[str, str]
@@ -30,64 +30,71 @@ class OutboxDescription(Struct, frozen=True):
     settings: dict[str, Any]
     """The settings that are not the defaults."""
     unhandled: Sequence[str]
-    """The event types of the code that no handler of this outbox wants."""
+    """The event types in the code without a handler in this outbox."""
 
 
 def describe(outbox: Outbox, *, as_json: bool) -> Exit:
     """Print the description."""
     found = description_of(outbox)
     if as_json:
-        say_json({**asdict(found), "handlers": [_described(handler) for handler in found.handlers]})
+        echo_json({**asdict(found), "handlers": [_described(handler) for handler in found.handlers]})
     else:
-        _tell(found)
-    return Exit.FINE
+        _print(found)
+    return Exit.OK
 
 
 def description_of(outbox: Outbox) -> OutboxDescription:
     registered = handlers(outbox)
-    wanted = {cls for handler in registered for cls in handler.accepts()}
+    handled = {cls for handler in registered for cls in handler.accepts()}
     defined = {cls for cls in with_subclasses(Event) if is_event_class(cls) and cls is not Event}
     return OutboxDescription(
         outbox.namespace,
         {name: database.dialect for name, database in databases(outbox).items()},
         sorted(registered, key=lambda handler: handler.name),
         changed(outbox.settings, Settings()),
-        sorted(map(type_name, defined - wanted)),
+        sorted(map(type_name, defined - handled)),
     )
 
 
 def _described(handler: Handler) -> dict[str, Any]:
-    """A handler, as the code has registered it. ``options``: those that are not the defaults."""
+    """Return a handler as registered in code. ``options``: those that differ from the defaults."""
     return {
         "name": handler.name, "where": handler.where, "aliases": sorted(handler.aliases),
-        "event_types": handler.wanted_names, "topic": handler.topic,
+        "event_types": handler.event_type_names, "topic": handler.topic,
         "options": changed(handler.options, DEFAULT_OPTIONS),
     }  # fmt: skip
 
 
-def _tell(found: OutboxDescription) -> None:
+def _print(found: OutboxDescription) -> None:
     shards = ", ".join(f"{name} ({dialect})" for name, dialect in found.shards.items())
-    say("", line("namespace ", (found.namespace, "bold"), f" on {shards}"), "")
+    echo("", line("namespace ", (found.namespace, "bold"), f" on {shards}"), "")
     if found.handlers:
-        say(_table(found.handlers), "")
+        echo(_table(found.handlers), "")
     else:
-        say(line(("no handlers are registered: import the modules that register them where the outbox is", "yellow")))
+        echo(
+            line(
+                (
+                    "no handlers are registered; import the modules that register them in the module of the outbox",
+                    "yellow",
+                )
+            )
+        )
     if found.settings:
-        say(line("settings that are not the defaults"))
-        say(indented(_grid(found.settings)), "")
+        echo(line("non-default settings"))
+        echo(indented(_grid(found.settings)), "")
     if found.unhandled:
-        told = ", ".join(found.unhandled)
-        say(line(("..", "yellow"), f"  no handler here wants {told}: a different process may have one"))
+        names = ", ".join(found.unhandled)
+        echo(line(("WARN", "yellow"), f"  no handler here for {names}; another process may have one"))
 
 
 def _table(registered: Sequence[Handler]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0), show_edge=False, header_style="dim")
-    for column in ("handler", "wants", "options that are not the defaults"):
+    for column in ("handler", "events", "non-default options"):
         table.add_column(column, overflow="fold")
     for one in registered:
         aliases = sorted(one.aliases)
         name = line((one.name, "bold"), *((f"\nalso {', '.join(aliases)}", "dim") for _ in aliases[:1]))
-        wants = f"topic {one.topic}" if one.topic is not None else ", ".join(one.wanted_names)
+        wants = f"topic {one.topic}" if one.topic is not None else ", ".join(one.event_type_names)
         options = "\n".join(f"{option}={value}" for option, value in changed(one.options, DEFAULT_OPTIONS).items())
         table.add_row(Text.assemble(name), line(wants), line(options))
     return table

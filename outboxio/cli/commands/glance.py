@@ -10,82 +10,84 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from outboxio.cli.answer import Exit, ago, indented, line, moment, say, say_error, say_json, span, terminal
 from outboxio.cli.commands.rows import Column, Rows
-from outboxio.cli.inside import admin_of, databases
+from outboxio.cli.internals import admin_of, databases
 from outboxio.cli.options import with_outbox
+from outboxio.cli.output import Exit, ago, echo, echo_error, echo_json, indented, line, span, terminal, timestamp
 from outboxio.cli.target import TargetError
 from outboxio.health.rules import RULE_NAMES
 from outboxio.health.values import HandlerStatus, InstanceStatus, Overview
 from outboxio.outbox import Outbox
 from outboxio.support.text import briefly, instead_of
 
-_MARKS = {"ok": ("ok", "green"), "degraded": ("..", "yellow"), "down": ("NO", "bold red")}
+_MARKS = {"ok": ("ok", "green"), "degraded": ("WARN", "yellow"), "down": ("FAIL", "bold red")}
 _LABELS = {"fanout": "fan-out", "jobs": "jobs"}
 _BARS = " ▁▂▃▄▅▆▇█"
 
 
 async def doctor(outbox: Outbox, *, as_json: bool) -> Exit:
-    """Print what is wrong, and the command that mends each fault; the answer is no if anything is wrong."""
+    """Print what is wrong, each with the command to fix it. Fails if anything is wrong."""
     overview = await admin_of(outbox).overview()
     if as_json:
-        say_json({"level": overview.level, "verdict": overview.verdict, "findings": overview.findings})
+        echo_json({"level": overview.level, "verdict": overview.verdict, "findings": overview.findings})
     elif overview.findings:
         for finding in overview.findings:
-            say(
+            echo(
                 line(_MARKS[finding.level], f"  {finding.text}"),
-                line(("      to mend it  ", "dim"), with_outbox(finding.fix)),
+                line(("      to fix it:  ", "dim"), with_outbox(finding.fix)),
             )
     else:
-        say(*_findings(overview))
-    return _code(overview, Exit.FINE if overview.level == "ok" else Exit.NO)
+        echo(*_findings(overview))
+    return _code(overview, Exit.OK if overview.level == "ok" else Exit.FAILED)
 
 
 async def handlers(outbox: Outbox, name: str | None = None, *, as_json: bool) -> Exit:
-    """Print the handlers, the worst first, or one handler with its options."""
+    """Print the handlers, worst first, or one handler with its options."""
     overview = await admin_of(outbox).overview()
     found = [one for one in overview.handlers if name in (None, one.handler_name)]
     if name is not None and not found:
         names = [one.handler_name for one in overview.handlers]
-        raise TargetError(f"no process has announced a handler {briefly(name)}: {instead_of(name, names)}")
+        raise TargetError(f"no process has registered a handler {briefly(name)}: {instead_of(name, names)}")
     if as_json:
-        say_json(found)
+        echo_json(found)
     elif found:
-        say(_handlers(found))
+        echo(_handlers(found))
         if name is not None:
-            say("", *_options(found[0], overview.instances))
+            echo("", *_options(found[0], overview.instances))
     else:
-        say(line(("no process has announced a handler yet", "dim")))
+        echo(line(("no process has registered a handler yet", "dim")))
     return _code(overview)
 
 
 async def instances(outbox: Outbox, *, as_json: bool) -> Exit:
-    """Print the processes of the cluster, by their own reports."""
+    """Print the processes of the cluster, as they report themselves."""
     overview = await admin_of(outbox).overview()
     if as_json:
-        say_json(overview.instances)
+        echo_json(overview.instances)
     elif overview.instances:
-        say(_instances(overview.instances))
+        echo(_instances(overview.instances))
     else:
-        say(line(("..", "yellow"), "  no process has reported: start a worker, or enter running()"))
+        echo(line(("WARN", "yellow"), "  no process is running: start a worker, or enter running()"))
     return _code(overview)
 
 
 async def locks(outbox: Outbox, *, as_json: bool) -> Exit:
-    """Print who holds which cluster lock."""
+    """Print which process holds which cluster lock."""
     found = await admin_of(outbox).locks()
     if as_json:
-        say_json(found)
-        return Exit.FINE
+        echo_json(found)
+        return Exit.OK
     shown = Rows("lock", Column("holder", folds=True), "taken (UTC)")
     for lock in found:
         label = _LABELS.get(lock.role) or f"{lock.handler_name}/{lock.partition}"
         free = Text("no process", "bold yellow")
-        holder = free if lock.owner is None else line(lock.owner, (" (silent)" * (lock.is_alive is False), "bold red"))
+        holder = (
+            free if lock.owner is None else line(lock.owner, (" (unresponsive)" * (lock.is_alive is False), "bold red"))
+        )
         where = f" on {lock.shard}" if len(databases(outbox)) > 1 else ""
-        shown.add(line((label, "bold"), where), holder, moment(lock.since))
-    say(shown)
-    return Exit.FINE
+        shown.add(line((label, "bold"), where), holder, timestamp(lock.since))
+    echo(shown)
+    return Exit.OK
 
 
 def refuse_unknown_rules(names: Iterable[str]) -> None:
@@ -97,7 +99,7 @@ def refuse_unknown_rules(names: Iterable[str]) -> None:
 
 
 def fails(overview: Overview, names: Sequence[str]) -> bool:
-    """True if a finding has one of these rules or levels. ``down`` is a kind of ``degraded``."""
+    """True if a finding has one of these rules or levels. ``degraded`` includes ``down``."""
     return any(
         finding.rule in names or finding.level in names or ("degraded" in names and finding.level == "down")
         for finding in overview.findings
@@ -105,9 +107,9 @@ def fails(overview: Overview, names: Sequence[str]) -> bool:
 
 
 async def watch(outbox: Outbox, every: float, *, as_json: bool) -> Exit:
-    """Show the overview, anew every few seconds, until a signal comes."""
+    """Show the overview, refreshed every few seconds, until a signal arrives."""
     if as_json:
-        raise TargetError("--watch is for people; for machines, ask outboxio status --json again and again")
+        raise TargetError("--watch cannot be used with --json; run outboxio status --json repeatedly instead")
     console = terminal()
     with Live(console=console, auto_refresh=False, screen=console.is_terminal) as live:
         while True:
@@ -116,7 +118,7 @@ async def watch(outbox: Outbox, every: float, *, as_json: bool) -> Exit:
 
 
 def shown(overview: Overview) -> RenderableType:
-    """The overview as people read it: the findings, the figures, the handlers, the processes."""
+    """Return the overview for the terminal: findings, figures, handlers and processes."""
     parts: list[RenderableType] = [*_findings(overview), Text(""), _figures(overview)]
     if overview.handlers:
         parts += [Text(""), _handlers(overview.handlers)]
@@ -124,11 +126,11 @@ def shown(overview: Overview) -> RenderableType:
     return Group(*parts)
 
 
-def _code(overview: Overview, code: Exit = Exit.FINE) -> Exit:
-    """The exit code of an overview. Shards that cannot be reached are named on stderr."""
+def _code(overview: Overview, code: Exit = Exit.OK) -> Exit:
+    """Return the exit code of an overview. Unreachable shards are named on stderr."""
     lost = [shard for shard in overview.shards if not shard.is_reachable]
     for shard in lost:
-        say_error(f"shard {shard.shard}: {shard.error}")
+        echo_error(f"shard {shard.shard}: {shard.error}")
     return Exit.UNREACHABLE if lost else code
 
 
@@ -142,11 +144,11 @@ def _figures(overview: Overview) -> RenderableType:
     figures = overview.figures
     grid = Table.grid(padding=(0, 3))
     values: Sequence[tuple[str, str, str]] = (
-        (f"{figures.undelivered:,}", "wait for fan-out", _age(figures.oldest_undelivered)),
+        (f"{figures.undelivered:,}", "waiting for fan-out", _age(figures.oldest_undelivered)),
         (f"{figures.due:,}", "due now", _age(figures.oldest_due)),
         (f"{sum(figures.reasons.values()):,}", "unfinished", _waits(figures.reasons)),
         (f"{figures.dead_hour:,}", "dead in the last hour", f"of {figures.dead:,}"),
-        (f"{figures.per_minute:,.0f}", "succeeded a minute", sparkline(figures.minutes[-30:])),
+        (f"{figures.per_minute:,.0f}", "succeeded per minute", sparkline(figures.minutes[-30:])),
     )
     for number, what, more in values:
         grid.add_row(Text(number, "bold", justify="right"), Text(what), Text(more, "dim"))
@@ -154,7 +156,7 @@ def _figures(overview: Overview) -> RenderableType:
 
 
 def _age(seconds: float | None) -> str:
-    return "" if seconds is None else f"the oldest for {span(seconds)}"
+    return "" if seconds is None else f"oldest {span(seconds)}"
 
 
 def _handlers(found: Sequence[HandlerStatus]) -> Rows:
@@ -180,17 +182,17 @@ def _handlers(found: Sequence[HandlerStatus]) -> Rows:
 
 
 def _waits(reasons: Mapping[str, int]) -> str:
-    """Why notifications wait that are not simply queued, such as ``retry 3, paused 12``."""
+    """Return why notifications that are not simply queued wait, such as ``retry 3, paused 12``."""
     return ", ".join(f"{reason} {number:,}" for reason, number in reasons.items() if number and reason != "queued")
 
 
 def _options(one: HandlerStatus, instances: Sequence[InstanceStatus]) -> list[Text]:
-    """The options of a handler that are not the defaults, with the process that reports them."""
+    """Return the non-default options of a handler, with the process that reports them."""
     if one.options is None:
-        return [line(("no running process reports the options", "dim"))]
+        return [line(("no running process reports its options", "dim"))]
     version = next((each.version for each in instances if each.instance == one.options_from), "")
-    told = line(("options that are not the defaults, by ", "dim"), f"{one.options_from} ({version})")
-    return [told, *(line(f"  {option}={value}") for option, value in one.options.items())]
+    heading = line(("non-default options, reported by ", "dim"), f"{one.options_from} ({version})")
+    return [heading, *(line(f"  {option}={value}") for option, value in one.options.items())]
 
 
 def _held(holders: Sequence[str]) -> str:
@@ -201,7 +203,7 @@ def _held(holders: Sequence[str]) -> str:
 
 def _instances(found: Sequence[InstanceStatus]) -> Rows:
     numbers = (Column(name, right=True) for name in ("loop lag", "runs", "stuck"))
-    made = Rows("process", Column("version", spare=2), "does", Column("started", spare=1), "seen", *numbers)
+    made = Rows("process", Column("version", spare=2), "roles", Column("started", spare=1), "seen", *numbers)
     for one in found:
         seen = line((ago(one.last_seen_date), "default" if one.is_alive else "bold red"))
         lag = "" if one.loop_lag is None else span(one.loop_lag)
@@ -216,7 +218,7 @@ def _instances(found: Sequence[InstanceStatus]) -> Rows:
 def _processes(found: Sequence[InstanceStatus]) -> Text:
     alive = [one for one in found if one.is_alive]
     if not alive:
-        return line(("no process runs", "yellow"))
+        return line(("no process is running", "yellow"))
     return line((f"{len(alive)} process{'es' * (len(alive) > 1)} running: ", "dim"), ", ".join(_names(alive)))
 
 
@@ -226,7 +228,7 @@ def _names(alive: Sequence[InstanceStatus]) -> list[str]:
 
 
 def sparkline(numbers: Sequence[int]) -> str:
-    """The numbers as bars, the oldest first."""
+    """Return the numbers as bars, oldest first."""
     highest = max(numbers, default=0)
     if not highest:
         return ""

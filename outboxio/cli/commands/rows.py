@@ -1,7 +1,7 @@
-"""Rows that fit the terminal.
+"""Tables that fit the terminal, and ``outboxio show``.
 
-Columns that matter less are left out of a narrow terminal. If the rest is still too wide, each row becomes a few lines
-with the names of the columns. No header and no cell is broken, except in a column that folds.
+A narrow terminal leaves out less important columns. If the others are still too wide, each row becomes a few lines
+with column names. Headers and cells are never broken, except in a column that folds.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from outboxio.cli.answer import Exit, ago, json_of, line, moment, say, say_error, say_json, state_of
-from outboxio.cli.inside import admin_of
+from outboxio.cli.internals import admin_of
+from outboxio.cli.output import Exit, ago, echo, echo_error, echo_json, json_of, line, state_of, timestamp
 from outboxio.model.notification import NotificationRecord
 from outboxio.model.operating.operation import EventTree, StoredEvent, TreeNode
 from outboxio.operations.declared import counted
 from outboxio.outbox import Outbox
 
 _GAP = 2
-_LEAST_FOLDED = 30  # columns of the terminal that a column which folds has at least
+_MIN_FOLDED = 30  # minimum width of a column that folds
 
 
 class Column(Struct, frozen=True):
@@ -32,11 +32,11 @@ class Column(Struct, frozen=True):
 
     name: str
     right: bool = False
-    """True for numbers."""
+    """True to align right, as for numbers."""
     folds: bool = False
     """True for long texts."""
     spare: int = 0
-    """The column with the greatest number is left out first; 0 stays."""
+    """The column with the highest number is left out first; 0 is always shown."""
 
 
 class _Row(Struct, frozen=True):
@@ -45,14 +45,14 @@ class _Row(Struct, frozen=True):
 
 
 class Rows:
-    """A table. Its first column says what a row is about."""
+    """A table. Its first two columns identify a row."""
 
     def __init__(self, *columns: Column | str) -> None:
         self._columns = [column if isinstance(column, Column) else Column(column) for column in columns]
         self._rows: list[_Row] = []
 
     def add(self, *cells: Text | str, below: Text | None = None) -> None:
-        """Add a row. ``below``: a text of any length under the row, or ``None``."""
+        """Add a row. ``below``: a text of any length to show under the row."""
         made = [cell if isinstance(cell, Text) else line(cell) for cell in cells]
         self._rows.append(_Row(made, below if below is not None and below.plain else None))
 
@@ -66,7 +66,7 @@ class Rows:
     # --- a table ---------------------------------------------------------------------------------
 
     def _fitting(self, width: int) -> list[int] | None:
-        """The columns that fit; ``None`` if the columns that must stay do not fit."""
+        """Return the columns that fit, or ``None`` if the required columns do not fit."""
         chosen = list(range(len(self._columns)))
         while self._width(chosen) > width:
             spare = max(chosen, key=lambda index: self._columns[index].spare)
@@ -76,7 +76,7 @@ class Rows:
         return chosen
 
     def _width(self, chosen: Sequence[int]) -> int:
-        least = (min(self._natural(index), _LEAST_FOLDED) if self._columns[index].folds else self._natural(index)
+        least = (min(self._natural(index), _MIN_FOLDED) if self._columns[index].folds else self._natural(index)
                  for index in chosen)  # fmt: skip
         return sum(least) + _GAP * (len(chosen) - 1)
 
@@ -87,7 +87,7 @@ class Rows:
         widths = {index: self._natural(index) for index in chosen}
         while (excess := sum(widths.values()) + _GAP * (len(chosen) - 1) - width) > 0:
             widest = max((index for index in chosen if self._columns[index].folds), key=lambda index: widths[index])
-            widths[widest] -= min(excess, widths[widest] - _LEAST_FOLDED)
+            widths[widest] -= min(excess, widths[widest] - _MIN_FOLDED)
         header = [Text(self._columns[index].name, "dim") for index in chosen]
         yield self._line(chosen, widths, header)
         yield Text("\N{BOX DRAWINGS LIGHT HORIZONTAL}" * (sum(widths.values()) + _GAP * (len(chosen) - 1)), "dim")
@@ -101,12 +101,12 @@ class Rows:
 
     def _line(self, chosen: Sequence[int], widths: dict[int, int], parts: Sequence[Text]) -> Text:
         made = Text(no_wrap=True, end="\n")
-        for place, (index, part) in enumerate(zip(chosen, parts, strict=True)):
-            room = " " * (widths[index] - part.cell_len)
-            is_last = place == len(chosen) - 1
-            made.append_text(Text.assemble(room, part) if self._columns[index].right else part)
+        for position, (index, part) in enumerate(zip(chosen, parts, strict=True)):
+            padding = " " * (widths[index] - part.cell_len)
+            is_last = position == len(chosen) - 1
+            made.append_text(Text.assemble(padding, part) if self._columns[index].right else part)
             if not is_last:
-                made.append(("" if self._columns[index].right else room) + " " * _GAP)
+                made.append(("" if self._columns[index].right else padding) + " " * _GAP)
         made.rstrip()
         return made
 
@@ -127,7 +127,7 @@ class Rows:
 
 
 def _packed(parts: Sequence[Text], width: int) -> list[Text]:
-    """Lines of parts. No part is broken that fits a line."""
+    """Return lines of parts, without breaking a part that fits on a line."""
     lines = list[Text]()
     for part in parts:
         if lines and lines[-1].cell_len + _GAP + part.cell_len <= width:
@@ -137,13 +137,13 @@ def _packed(parts: Sequence[Text], width: int) -> list[Text]:
     return lines
 
 
-# --- ``outboxio show``: an event, its notifications, and what the event has caused ----------------
+# --- ``outboxio show``: an event, its notifications, and the events it has caused -----------------
 
 
 async def show(outbox: Outbox, id: UUID, *, tree: bool, payload: bool, as_json: bool) -> Exit:
     """Print the event with this id, or the event of the notification with this id.
 
-    ``tree``, ``payload``: what is shown beside the event and its notifications.
+    ``tree``, ``payload``: also show the chain of causation, or the payload and parameters.
     """
     admin = admin_of(outbox)
     records = await admin.inspect(id)
@@ -152,65 +152,67 @@ async def show(outbox: Outbox, id: UUID, *, tree: bool, payload: bool, as_json: 
     notifications = await admin.inspect(event_id) if is_notification else records
     event = await admin.event(event_id)
     if event is None and not records:
-        say_error(f"there is no event and no notification with the id {id}; retention may have removed it")
+        echo_error(f"no event or notification with id {id}; retention may have removed it")
         if as_json:
-            say_json({"event": None, "notifications": [], "reasons": {}, "tree": None})
-        return Exit.NO
+            echo_json({"event": None, "notifications": [], "reasons": {}, "tree": None})
+        return Exit.FAILED
     chain = await admin.tree(event_id) if tree else None
     if as_json:
-        say_json({"event": event, "notifications": notifications, "reasons": notifications.reasons, "tree": chain})
-        return Exit.FINE
+        echo_json({"event": event, "notifications": notifications, "reasons": notifications.reasons, "tree": chain})
+        return Exit.OK
     if event is not None:
-        _tell_event(event, payload=payload)
+        _print_event(event, payload=payload)
     for record in notifications:
-        _tell_notification(record, notifications.reasons.get(record.id))
+        _print_notification(record, notifications.reasons.get(record.id))
     if chain is not None:
-        say("", line(("caused by and causes", "dim")), _drawn(chain))
-    return Exit.FINE
+        echo("", line(("caused by and causes", "dim")), _drawn(chain))
+    return Exit.OK
 
 
-def _tell_event(event: StoredEvent, *, payload: bool) -> None:
-    say(line((event.event_type or "(no event)", "bold"), f"  {event.id}"))
+def _print_event(event: StoredEvent, *, payload: bool) -> None:
+    echo(line((event.event_type or "(no event)", "bold"), f"  {event.id}"))
     facts = Table.grid(padding=(0, 2, 0, 0))
     model = " ".join(filter(None, (event.model_type, event.model_id)))
     for name, value in {
-        "model": model, "action": f"{event.action_name} {event.action_id}", "date (UTC)": moment(event.event_date),
+        "model": model, "action": f"{event.action_name} {event.action_id}", "date (UTC)": timestamp(event.event_date),
         "key": event.ordering_key, "correlation": event.correlation_id,
-        "caused by": event.causation_id, "available at": moment(event.available_at), "topic": event.topic,
+        "caused by": event.causation_id, "available at": timestamp(event.available_at), "topic": event.topic,
         "shard": event.shard,
     }.items():  # fmt: skip
         if value:
             facts.add_row(Text(name, "dim"), line(str(value)))
-    say(facts)
+    echo(facts)
     if payload:
-        say("", line(("payload", "dim")), Text(json_of(event.payload, indent=2)))
-        say(line(("parameters of the action", "dim")), Text(json_of(event.action_params, indent=2)))
+        echo("", line(("payload", "dim")), Text(json_of(event.payload, indent=2)))
+        echo(line(("parameters of the action", "dim")), Text(json_of(event.action_params, indent=2)))
 
 
-def _tell_notification(record: NotificationRecord, reason: str | None) -> None:
+def _print_notification(record: NotificationRecord, reason: str | None) -> None:
     due = f", due {ago(record.next_retry_at)}" if record.state in ("PENDING", "FAILED", "DYING") else ""
-    tries = "1 try" if record.attempts == 1 else f"{record.attempts} tries"
-    told = f"  {tries}, changed {ago(record.updated_date)}{due}"
-    say("", line((record.handler_name, "bold"), "  ").append(state_of(record.state)).append(line(told)))
-    say(line((f"  {record.id}", "dim")))
+    attempts = "1 attempt" if record.attempts == 1 else f"{record.attempts} attempts"
+    text = f"  {attempts}, changed {ago(record.updated_date)}{due}"
+    echo("", line((record.handler_name, "bold"), "  ").append(state_of(record.state)).append(line(text)))
+    echo(line((f"  {record.id}", "dim")))
     if reason is not None:
-        say(line("  ", (reason, "yellow")))
+        echo(line("  ", (reason, "yellow")))
     for error in record.errors:
         when = str(error.get("time", "")).replace("T", " ")[:19]
-        say(line(f"  try {error.get('attempt')}  {when}  ", (f"{error.get('type')}: {error.get('message')}", "red")))
+        echo(
+            line(f"  attempt {error.get('attempt')}  {when}  ", (f"{error.get('type')}: {error.get('message')}", "red"))
+        )
     if record.errors and (traceback := record.errors[-1].get("traceback")):
         for row in str(traceback).splitlines():
-            say(line("    ", (row, "dim")))
+            echo(line("    ", (row, "dim")))
 
 
 def _drawn(tree: EventTree) -> Tree:
-    """The tree of causation; the event that was asked for is bold."""
+    """Return the tree of causation; the requested event is bold."""
 
     def label(node: TreeNode) -> Text:
         style = "bold" if node.event.id == tree.event_id else "default"
-        told = line((node.event.event_type or "(no event)", style), f"  {node.event.id}  ")
+        text = line((node.event.event_type or "(no event)", style), f"  {node.event.id}  ")
         states = [Text.assemble(f"{number:,} ", state_of(state)) for state, number in node.states.items()]
-        return told.append(Text(", ").join(states))
+        return text.append(Text(", ").join(states))
 
     def add(branch: Tree, node: TreeNode) -> None:
         for child in node.children:
@@ -219,5 +221,5 @@ def _drawn(tree: EventTree) -> Tree:
     drawn = Tree(label(tree.root))
     add(drawn, tree.root)
     if not tree.is_complete:
-        drawn.add(Text(f"only {counted(tree.number, 'event')} are shown", "dim"))
+        drawn.add(Text(f"only the first {counted(tree.number, 'event')} are shown", "dim"))
     return drawn

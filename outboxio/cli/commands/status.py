@@ -1,4 +1,4 @@
-"""``outboxio status``: how much there is in each state, shard by shard."""
+"""``outboxio status`` and ``outboxio health``."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from outboxio.cli.answer import Exit, exit_code, in_words, line, say, say_error, say_json
 from outboxio.cli.commands import glance
-from outboxio.cli.inside import admin_of, databases, health_of
+from outboxio.cli.internals import admin_of, databases, health_of
+from outboxio.cli.output import Exit, echo, echo_error, echo_json, error_text, exit_code, line
 from outboxio.cli.target import TargetError
 from outboxio.errors import OutboxError
 from outboxio.health.rules import NOT_RUNNING
@@ -27,24 +27,24 @@ _MEANINGS = {
     "PENDING": "waits for its handler",
     "FAILED": "waits for its retry",
     "BLOCKED": "waits for its predecessor",
-    "DYING": "given up, its hook is still to run",
+    "DYING": "failed permanently, its on_dead hook still has to run",
     "SUCCEEDED": "handled",
-    "EXPIRED": "outlived the retention window",
-    "DEAD": "given up: look at its errors",
+    "EXPIRED": "exceeded the retention window",
+    "DEAD": "failed permanently: see its errors",
     "SKIPPED": "skipped by an operator",
-    "undelivered": "events not fanned out yet, or without any handler",
-    "unroutable": "notifications whose handler, or whose version of the event, no process has",
+    "undelivered": "events that are not fanned out yet, or have no handler",
+    "unroutable": "no process has the handler, or this version of the event",
 }
 _ALARMING = {"DEAD", "EXPIRED", "unroutable"}
 
 
 class Report(Struct):
-    """The answers of the shards."""
+    """The results of the shards."""
 
     counts: dict[str, dict[str, int]]
     errors: dict[str, OutboxError]
     partitions: list[HandlerPartitions] = []
-    """The handlers with several partitions."""
+    """Handlers with several partitions."""
 
     @property
     def total(self) -> dict[str, int]:
@@ -53,32 +53,32 @@ class Report(Struct):
 
 
 async def status(outbox: Outbox, fail_on: Sequence[str] = (), *, as_json: bool) -> Exit:
-    """The overview, and the exact counts of each shard. An unreachable shard does not hide the counts of the rest.
+    """Print the overview, and the exact counts of each shard, even if other shards cannot be reached.
 
-    ``fail_on``: rules and levels of findings for which the answer is no.
+    ``fail_on``: the rules and levels of findings with which the command fails.
     """
     glance.refuse_unknown_rules(fail_on)
-    report, overview = await _ask_all(outbox), await admin_of(outbox).overview()
+    report, overview = await _read_all(outbox), await admin_of(outbox).overview()
     for error in report.errors.values():
-        say_error(in_words(error))
+        echo_error(error_text(error))
     if as_json:
-        errors = {shard: in_words(error) for shard, error in report.errors.items()}
+        errors = {shard: error_text(error) for shard, error in report.errors.items()}
         answer = {"namespace": outbox.namespace, "total": report.total, "shards": report.counts, "errors": errors}
         owners = [
             {"shard": one.shard, "handler_name": one.handler_name, "number": one.number, "owners": _owners(one)}
             for one in report.partitions
         ]
         more = {"partitions": owners, "overview": overview}
-        say_json(answer | more)
+        echo_json(answer | more)
     elif report.counts:
-        say("", glance.shown(overview), "", _table(outbox.namespace, report), "")
+        echo("", glance.shown(overview), "", _table(outbox.namespace, report), "")
         if report.partitions:
-            say(_table_of_owners(report), "")
-    no = Exit.NO if glance.fails(overview, fail_on) else Exit.FINE
+            echo(_table_of_owners(report), "")
+    no = Exit.FAILED if glance.fails(overview, fail_on) else Exit.OK
     return max(map(exit_code, report.errors.values()), default=no)
 
 
-async def _ask_all(outbox: Outbox) -> Report:
+async def _read_all(outbox: Outbox) -> Report:
     report = Report({}, {})
     for shard, database in databases(outbox).items():
         try:
@@ -91,12 +91,12 @@ async def _ask_all(outbox: Outbox) -> Report:
 
 
 def _owners(one: HandlerPartitions) -> dict[str, int]:
-    """How many partitions each process owns."""
+    """Return the number of partitions that each process owns."""
     return {owner: len(partitions) for owner, partitions in one.by_owner.items() if owner is not None}
 
 
 def _table_of_owners(report: Report) -> Table:
-    """For each handler with several partitions, the number of partitions of each process."""
+    """Return a table of the partitions per process, for handlers with several partitions."""
     several = len(report.counts) > 1
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 2, 0, 0), show_edge=False, header_style="dim")
     table.add_column("handler", overflow="fold")
@@ -136,87 +136,89 @@ def _number(name: str, number: int) -> Text:
     return Text(f"{number:,}", "bold red" if name in _ALARMING else "bold")
 
 
-# --- ``outboxio health``: asks a running worker over HTTP, or the database ------------------------
+# --- ``outboxio health``: probes a running worker over HTTP, or reads the database ----------------
 
 
 Page = Literal["live", "ready", "health"]
 _COLOURS = {"ok": "green", "degraded": "yellow", "down": "bold red"}
 
 
-class Question(Struct, frozen=True):
-    """The asked page, the longest time for the answer, and the longest time that due work may have waited."""
+class HealthQuery(Struct, frozen=True):
+    """The requested page, the timeout, and the longest time that due work may have waited."""
 
     page: Page
     timeout: timedelta
     max_age: timedelta | None = None
 
 
-def question_of(*, live: bool, ready: bool, max_age: str | None, timeout: str, port: int | None) -> Question:
-    """The question of the options. Raises :class:`TargetError` for options that do not go together."""
+def health_query(*, live: bool, ready: bool, max_age: str | None, timeout: str, port: int | None) -> HealthQuery:
+    """Return the query of the options. Raises :class:`TargetError` for options that exclude each other."""
     if live and ready:
-        raise TargetError("--live and --ready are two questions: ask one of them")
+        raise TargetError("--live and --ready exclude each other; use one of them")
     if (live or ready) and port is None:
-        raise TargetError("--live and --ready ask a running worker: give --port beside them")
+        raise TargetError("--live and --ready probe a running worker: add --port")
     if (live or ready) and max_age is not None:
-        raise TargetError("--max-age goes with neither --live nor --ready, which do not depend on a backlog")
+        raise TargetError("--max-age cannot be used with --live or --ready, which do not depend on the backlog")
     page: Page = "live" if live else "ready" if ready else "health"
     age = None if max_age is None else parse_duration(max_age, key="--max-age")
-    return Question(page, parse_duration(timeout, key="--timeout"), age)
+    return HealthQuery(page, parse_duration(timeout, key="--timeout"), age)
 
 
 def refuse_target(target: str | None, database: str | None) -> None:
-    """Raise :class:`TargetError` if an outbox is named beside a port."""
+    """Raise :class:`TargetError` if the command line names an outbox as well as a port."""
     if target is not None or database is not None:
-        raise TargetError("--port asks a running worker: give neither an outbox nor --database beside it")
+        raise TargetError("--port probes a running worker; it cannot be used with an outbox or --database")
 
 
-async def ask_worker(host: str, port: int, question: Question, *, as_json: bool) -> Exit:
-    """Ask the health pages of a worker."""
+async def probe_worker(host: str, port: int, query: HealthQuery, *, as_json: bool) -> Exit:
+    """Probe the health pages of a worker."""
     try:
-        async with asyncio.timeout(question.timeout.total_seconds()):
-            status, told = await _get(host, port, f"/{question.page}")
+        async with asyncio.timeout(query.timeout.total_seconds()):
+            code, body = await _get(host, port, f"/{query.page}")
     except (OSError, TimeoutError, ValueError, msgspec.DecodeError) as error:
         reason = (
-            f"no answer within {format_duration(question.timeout)}" if isinstance(error, TimeoutError) else str(error)
+            f"no response within {format_duration(query.timeout)}" if isinstance(error, TimeoutError) else str(error)
         )
-        say_error(f"no worker answers on {host}:{port}: {reason}")
+        echo_error(f"no worker responds on {host}:{port}: {reason}")
         return Exit.UNREACHABLE
-    word = told["status"] if question.page == "health" else f"{'' if status == 200 else 'not '}{question.page}"
-    return _tell(word, told, question, is_fine=status == 200, as_json=as_json)
+    status = body["status"] if query.page == "health" else f"{'' if code == 200 else 'not '}{query.page}"
+    return _print_health(status, body, query, is_fine=code == 200, as_json=as_json)
 
 
-async def ask_database(outbox: Outbox, question: Question, *, as_json: bool) -> Exit:
-    """Ask the database. That this process runs no handlers is no news."""
-    health = await health_of(outbox, question.timeout.total_seconds())
-    told: dict[str, Any] = msgspec.to_builtins(health)
-    left_out = ("live", "ready", "phase", "loops", "stuck")
-    told = {key: value for key, value in told.items() if key not in left_out}
-    told["reasons"] = [reason for reason in health.reasons if reason != NOT_RUNNING["stopped"]]
-    exit = _tell(health.status, told, question, is_fine=health.status != "down", as_json=as_json)
+async def probe_database(outbox: Outbox, query: HealthQuery, *, as_json: bool) -> Exit:
+    """Read the health from the database, omitting the reason that this process runs no handlers."""
+    health = await health_of(outbox, query.timeout.total_seconds())
+    body: dict[str, Any] = msgspec.to_builtins(health)
+    excluded = ("live", "ready", "phase", "loops", "stuck")
+    body = {key: value for key, value in body.items() if key not in excluded}
+    body["reasons"] = [reason for reason in health.reasons if reason != NOT_RUNNING["stopped"]]
+    exit = _print_health(health.status, body, query, is_fine=health.status != "down", as_json=as_json)
     if all(shard.reachable is False for shard in health.shards.values()):
         return Exit.UNREACHABLE
     return exit
 
 
-def _tell(word: str, told: Mapping[str, Any], question: Question, *, is_fine: bool, as_json: bool) -> Exit:
-    late = _late(told, question.max_age)
-    reasons = [*told["reasons"], *late]
+def _print_health(status: str, body: Mapping[str, Any], query: HealthQuery, *, is_fine: bool, as_json: bool) -> Exit:
+    late = _late(body, query.max_age)
+    reasons = [*body["reasons"], *late]
     if as_json:
-        say_json({**told, "reasons": reasons})
+        echo_json({**body, "reasons": reasons})
     else:
-        colour = _COLOURS.get(word, "green" if is_fine else "bold red")
-        say(line((word, colour), f": {'; '.join(reason.removesuffix('.') for reason in reasons)}" if reasons else ""))
-    return Exit.FINE if is_fine and not late else Exit.NO
+        colour = _COLOURS.get(status, "green" if is_fine else "bold red")
+        echo(
+            line((status, colour), f": {'; '.join(reason.removesuffix('.') for reason in reasons)}" if reasons else "")
+        )
+    return Exit.OK if is_fine and not late else Exit.FAILED
 
 
-def _late(told: Mapping[str, Any], max_age: timedelta | None) -> list[str]:
-    """The due work that has waited for longer than ``max_age``, in sentences."""
+def _late(body: Mapping[str, Any], max_age: timedelta | None) -> list[str]:
+    """Return sentences about due work that has waited for longer than ``max_age``."""
     if max_age is None:
         return []
-    oldest: Mapping[str, float] = told.get("oldest_due", {})
-    waits = {"fan-out": told.get("lag") or 0.0, **{f"handler {name!r}": age for name, age in oldest.items()}}
+    oldest: Mapping[str, float] = body.get("oldest_due", {})
+    waits = {"fan-out": body.get("lag") or 0.0, **{f"handler {name!r}": age for name, age in oldest.items()}}
     return [
-        f"work of {who} has waited for {format_duration(timedelta(seconds=round(age, 1)))}, longer than "
+        f"due work of {who} has waited for {format_duration(timedelta(seconds=round(age, 1)))}, longer than "
         f"{format_duration(max_age)}"
         for who, age in waits.items()
         if age > max_age.total_seconds()
@@ -224,7 +226,7 @@ def _late(told: Mapping[str, Any], max_age: timedelta | None) -> list[str]:
 
 
 async def _get(host: str, port: int, path: str) -> tuple[int, Mapping[str, Any]]:
-    """The status and the JSON object of a page."""
+    """Return the status code and the JSON object of a page."""
     reader, writer = await asyncio.open_connection(host, port)
     try:
         writer.write(f"GET {path} HTTP/1.1\r\nHost: {host}:{port}\r\nConnection: close\r\n\r\n".encode())
@@ -232,7 +234,7 @@ async def _get(host: str, port: int, path: str) -> tuple[int, Mapping[str, Any]]
         head, _, body = (await reader.read()).partition(b"\r\n\r\n")
     finally:
         writer.transport.abort()
-    words = head.split(maxsplit=2)
-    if len(words) < 2 or not words[0].startswith(b"HTTP/1.") or words[1] not in (b"200", b"503"):
-        raise ValueError("the answer is none of the health pages of outboxio")
-    return int(words[1]), msgspec.json.decode(body, type=dict[str, Any])
+    fields = head.split(maxsplit=2)
+    if len(fields) < 2 or not fields[0].startswith(b"HTTP/1.") or fields[1] not in (b"200", b"503"):
+        raise ValueError("unexpected response; not a health page of outboxio")
+    return int(fields[1]), msgspec.json.decode(body, type=dict[str, Any])

@@ -1,4 +1,4 @@
-"""``outboxio watch``: posts findings to a webhook, from outside of the processes that it watches."""
+"""``outboxio watch``: posts findings to a webhook, from outside the monitored processes."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from outboxio.cli.answer import Exit, line, moment, say, say_aside, say_lines, span
 from outboxio.cli.commands import glance
 from outboxio.cli.commands.worker import signalled
-from outboxio.cli.inside import finding_watch
+from outboxio.cli.internals import finding_watch
 from outboxio.cli.options import with_outbox
+from outboxio.cli.output import Exit, echo, echo_json_lines, echo_stderr, line, span, timestamp
 from outboxio.cli.target import TargetError
 from outboxio.health.notices import FindingWatch
 from outboxio.health.values import Finding
 from outboxio.outbox import Outbox
 
-_TIMEOUT = 8.0  # seconds of a request
-_PAUSES = (1.0, 3.0)  # seconds before a further request
-_LONGEST_POST = 600.0  # seconds: posts wait for each other, and each has limits of its own
-_LONGEST_PAUSE = 10.0  # seconds that a busy receiver may ask for; after that, the next evaluation tries again
+_TIMEOUT = 8.0  # seconds per request
+_PAUSES = (1.0, 3.0)  # seconds before each retry
+_MAX_POST = 600.0  # seconds: posts wait for each other, and each has its own limits
+_MAX_PAUSE = 10.0  # seconds of Retry-After that are respected; after that, the next evaluation retries
 _MARKS = {"ok": "\N{LARGE GREEN CIRCLE}", "degraded": "\N{LARGE YELLOW CIRCLE}", "down": "\N{LARGE RED CIRCLE}"}
 _ENDED = "\N{WHITE HEAVY CHECK MARK}"
 
 
 class NotPosted(Exception):
-    """A webhook has refused a message, or cannot be reached."""
+    """The webhook has rejected a message, or cannot be reached."""
 
     def __init__(self, reason: str, *, pause: float | None) -> None:
         super().__init__(reason)
         self.pause = pause
-        """The seconds that the receiver asks for; ``None`` if a further request is in vain."""
+        """The seconds to wait before a retry; ``None`` if retrying is pointless."""
 
 
 class Webhook:
-    """Posts findings as JSON with a ``text``, as Slack and Mattermost read it. The URL is a secret, and never shown."""
+    """Posts findings as JSON with a ``text``, for Slack and Mattermost. The URL is a secret and is never shown."""
 
     def __init__(self, url: str, outbox: Outbox, *, as_json: bool, is_quiet: bool = False) -> None:
-        """``is_quiet``: print no line for a finding."""
+        """``is_quiet``: do not print the findings."""
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise TargetError(
@@ -54,7 +54,7 @@ class Webhook:
         self._url = url
         self._namespace = outbox.namespace
         self._as_json, self._is_quiet = as_json, is_quiet
-        self._turn = asyncio.Lock()  # such services take about one message a second
+        self._turn = asyncio.Lock()  # such services accept about one message per second
 
     async def post(self, finding: Finding) -> None:
         """Post a finding. Raises :class:`NotPosted` after three requests."""
@@ -67,23 +67,23 @@ class Webhook:
                 except NotPosted as error:
                     if pause is None or error.pause is None:
                         raise
-                    await asyncio.sleep(min(max(pause, error.pause), _LONGEST_PAUSE))
+                    await asyncio.sleep(min(max(pause, error.pause), _MAX_PAUSE))
         if not self._is_quiet:
             self._print(finding)
 
     def _print(self, finding: Finding) -> None:
         if self._as_json:
-            say_lines([finding])
+            echo_json_lines([finding])
             return
-        word, colour = ("ended", "green") if finding.ended else (finding.level, "bold red")
-        say(line(moment(finding.ended or finding.since), "  ", (word, colour), f"  {finding.text}"))
+        label, colour = ("ended", "green") if finding.ended else (finding.level, "bold red")
+        echo(line(timestamp(finding.ended or finding.since), "  ", (label, colour), f"  {finding.text}"))
         sys.stdout.flush()
 
 
 async def watch(outbox: Outbox, webhook: str, every: float, *, once: bool, as_json: bool) -> Exit:
-    """Post findings until a signal comes; with ``once``, evaluate them once, and answer like ``outboxio doctor``."""
+    """Post findings until a signal arrives; with ``once``, evaluate them once and exit like ``outboxio doctor``."""
     to = Webhook(webhook, outbox, as_json=as_json, is_quiet=once)
-    notifier = finding_watch(outbox, to.receiver, to.post, every=every, starts=True, longest=_LONGEST_POST)
+    notifier = finding_watch(outbox, to.receiver, to.post, every=every, starts=True, longest=_MAX_POST)
     try:
         return await (_once(outbox, notifier, as_json=as_json) if once else _until_signal(notifier, every))
     finally:
@@ -93,13 +93,13 @@ async def watch(outbox: Outbox, webhook: str, every: float, *, once: bool, as_js
 async def _once(outbox: Outbox, notifier: FindingWatch, *, as_json: bool) -> Exit:
     await notifier.run_once()
     if not notifier.leads:
-        say_aside(line(("another outboxio watch posts to this webhook; nothing was posted", "yellow")))
+        echo_stderr(line(("another outboxio watch already posts to this webhook; nothing was posted", "yellow")))
     code = await glance.doctor(outbox, as_json=as_json)
-    return max(code, Exit.NO) if notifier.has_failed else code
+    return max(code, Exit.FAILED) if notifier.has_failed else code
 
 
 async def _until_signal(notifier: FindingWatch, every: float) -> Exit:
-    """The first evaluation raises the error of a configuration that cannot work."""
+    """Run until a signal arrives. The first evaluation raises configuration errors."""
 
     async def work() -> None:
         await notifier.run_once()
@@ -114,11 +114,11 @@ async def _until_signal(notifier: FindingWatch, every: float) -> Exit:
         for task in (working, stopping):
             task.cancel()
         await asyncio.gather(working, stopping, return_exceptions=True)
-    return Exit.FINE
+    return Exit.OK
 
 
 def message_of(finding: Finding, namespace: str) -> str:
-    """The text of a message, in the markup of Slack."""
+    """Return the text of a message, in Slack markup."""
     where = f"in `{namespace}`, rule `{finding.rule}`"
     if finding.ended is not None:
         lasted = (
@@ -140,7 +140,7 @@ def _escaped(text: str) -> str:
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A redirected POST would become a GET, and the message would be lost."""
+    """Refuses redirects: a redirected POST would become a GET, and the message would be lost."""
 
     def redirect_request(self, *args: Any, **options: Any) -> None:
         return None
@@ -155,9 +155,9 @@ def _request(url: str, body: bytes) -> None:
     except urllib.error.HTTPError as error:
         error.close()
         is_busy = error.code == 429 or error.code >= 500
-        asked = error.headers.get("Retry-After", "")
-        pause = float(asked) if asked.isascii() and asked.isdigit() else 0.0
-        raise NotPosted(f"the webhook answered {error.code} {error.reason}", pause=pause if is_busy else None) from None
+        delay = error.headers.get("Retry-After", "")
+        pause = float(delay) if delay.isascii() and delay.isdigit() else 0.0
+        raise NotPosted(f"the webhook returned {error.code} {error.reason}", pause=pause if is_busy else None) from None
     except OSError as error:
         reason = getattr(error, "reason", error)
         raise NotPosted(f"the webhook at {urlsplit(url).hostname} cannot be reached: {reason}", pause=0.0) from None

@@ -1,11 +1,11 @@
-"""The pages and orders of the dashboard, one module for each page. A page is a line in ``PAGES``."""
+"""The pages and actions of the dashboard. Each page is a line in ``PAGES``."""
 
 from __future__ import annotations
 
 from outboxio.dashboard.lists import LONG
 from outboxio.dashboard.pages import bulk_operations
 from outboxio.dashboard.pages.cluster import glossary, instances, jobs, keys, shards
-from outboxio.dashboard.pages.declared import declared_orders
+from outboxio.dashboard.pages.declared import declared_actions
 from outboxio.dashboard.pages.event_types import all_event_types, event_type
 from outboxio.dashboard.pages.events import action, actions, event, events, payload
 from outboxio.dashboard.pages.handlers import handler, handlers
@@ -14,7 +14,7 @@ from outboxio.dashboard.pages.operations import operation, operations
 from outboxio.dashboard.pages.overview import overview
 from outboxio.dashboard.pages.search import search
 from outboxio.dashboard.pages.webhooks import webhooks
-from outboxio.dashboard.view import Order, Route
+from outboxio.dashboard.view import FormAction, Route
 
 PAGES: list[Route] = [
     Route("overview", "/", overview, patience=6.0),
@@ -40,8 +40,8 @@ PAGES: list[Route] = [
     Route("glossary", "/glossary", glossary),
 ]
 
-ORDERS: list[Order] = [
-    Order("retry", "/orders/retry", bulk_operations.retry, "retry"),
-    Order("skip", "/orders/skip", bulk_operations.skip, "skip"),
-    *declared_orders(),
+FORM_ACTIONS: list[FormAction] = [
+    FormAction("retry", "/operations/retry", bulk_operations.retry, "retry"),
+    FormAction("skip", "/operations/skip", bulk_operations.skip, "skip"),
+    *declared_actions(),
 ]

@@ -1,4 +1,4 @@
-"""The processes of the outbox, and the locks that they hold."""
+"""Processes and locks, shards, jobs, parked keys, and the glossary."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from outboxio.dashboard.asked import Asked
-from outboxio.dashboard.filters import refuse_unknown_words
-from outboxio.dashboard.lists import OTHER_WORDS, handler_names
+from outboxio.dashboard.filters import refuse_unknown_parameters
+from outboxio.dashboard.lists import COMMON_PARAMETERS, handler_names
+from outboxio.dashboard.page_request import PageRequest
 from outboxio.dashboard.pages.handlers import links_of, overview_for
 from outboxio.dashboard.showing.shown import STATES, TERMS
 from outboxio.dashboard.view import View
@@ -26,7 +26,7 @@ _OF_INSTANCES = ("no_instance", "lock_without_holder", "pool_exhausted", "stuck_
 
 
 class LockRow(Struct, frozen=True, kw_only=True):
-    """The locks of a handler, or of fan-out, that a process holds, or that no process holds."""
+    """The locks of a handler, of fan-out or of jobs with the same holder, or without a holder."""
 
     shard: str
     role: str
@@ -37,9 +37,9 @@ class LockRow(Struct, frozen=True, kw_only=True):
     """The numbers of the partitions: ``0-3, 7``. Empty for fan-out, and for a handler with a single partition."""
     owner: str | None
     since: datetime | None
-    """The moment at which the first of these locks was taken."""
+    """When the first of these locks was taken."""
     is_alive: bool | None
-    """True if the owner has reported within three delays; ``None`` without a report, or without an owner."""
+    """True if the owner has reported within three intervals; ``None`` without a report, or without an owner."""
 
 
 class InstancesFacts(Struct, frozen=True, kw_only=True):
@@ -51,25 +51,25 @@ class InstancesFacts(Struct, frozen=True, kw_only=True):
     """What is wrong with processes and locks."""
 
 
-async def instances(asked: Asked) -> View:
-    """The processes by their own reports, and who holds which lock."""
-    refuse_unknown_words(asked.query, OTHER_WORDS)
-    overview = await overview_for(asked)
+async def instances(request: PageRequest) -> View:
+    """Show the processes, as they report themselves, and the holders of the locks."""
+    refuse_unknown_parameters(request.query, COMMON_PARAMETERS)
+    overview = await overview_for(request)
     facts = InstancesFacts(
         instances=overview.instances,
-        locks=_rows(await asked.admin.locks(shard=asked.shard)),
+        locks=_rows(await request.admin.locks(shard=request.shard)),
         findings=tuple(finding for finding in overview.findings if finding.rule in _OF_INSTANCES),
     )
     return View(
         template="instances.html",
         title="Instances and locks",
         facts=facts,
-        shown={"links": links_of(facts.findings, asked)},
+        shown={"links": links_of(facts.findings, request)},
     )
 
 
 def _rows(locks: Iterable[LockStatus]) -> list[LockRow]:
-    """The locks, one row for all partitions of a handler with the same owner. Locks without an owner come first."""
+    """Return one row for all partitions of a handler with the same owner. Locks without an owner come first."""
     found: dict[tuple[str, str, str | None, str | None], list[LockStatus]] = {}
     parted: set[tuple[str, str | None]] = set()
     for lock in locks:
@@ -101,29 +101,31 @@ class ShardsFacts(Struct, frozen=True, kw_only=True):
     kept: Mapping[str, str]
     """For how long rows are kept, by the name of the setting."""
     last_purge: Operation | None
-    """The newest purge by hand, among the newest 100 orders."""
+    """The newest manual purge, among the newest 100 operations."""
 
 
-async def shards(asked: Asked) -> View:
-    """Each database: reachable or not, tables, fan-out, clock."""
-    refuse_unknown_words(asked.query, OTHER_WORDS)
-    overview, settings = await overview_for(asked), asked.outbox.settings
+async def shards(request: PageRequest) -> View:
+    """Show each database: reachability, tables, fan-out, clock."""
+    refuse_unknown_parameters(request.query, COMMON_PARAMETERS)
+    overview, settings = await overview_for(request), request.outbox.settings
     is_up = any(shard.is_reachable and shard.schema is None for shard in overview.shards)
-    orders: list[Operation] = await asked.admin.operations(_LOOKED_AT) if is_up and len(overview.shards) == 1 else []
+    operations: list[Operation] = (
+        await request.admin.operations(_LOOKED_AT) if is_up and len(overview.shards) == 1 else []
+    )
     facts = ShardsFacts(
         shards=overview.shards,
         findings=tuple(finding for finding in overview.findings if finding.rule in _OF_SHARDS),
         kept={name: _kept(getattr(settings, name)) for name in ("keep_finished", "keep_dead")},
-        last_purge=next((one for one in orders if one.kind == "purge"), None),
+        last_purge=next((one for one in operations if one.kind == "purge"), None),
     )
-    return View(template="shards.html", title="Shards", facts=facts, shown={"links": links_of(facts.findings, asked)})
+    return View(template="shards.html", title="Shards", facts=facts, shown={"links": links_of(facts.findings, request)})
 
 
 def _kept(time: timedelta) -> str:
     return f"{time.days} days" if time.days > 1 and not time.seconds else format_duration(time)
 
 
-# --- all jobs, by name: the last run, the next moment, and what an operator may order -------------
+# --- jobs -----------------------------------------------------------------------------------------
 
 
 class JobsFacts(Struct, frozen=True, kw_only=True):
@@ -137,29 +139,29 @@ class JobsFacts(Struct, frozen=True, kw_only=True):
     read_date: datetime
 
 
-async def jobs(asked: Asked) -> View:
-    """The jobs, those with a finding first."""
-    refuse_unknown_words(asked.query, OTHER_WORDS)
-    overview = await overview_for(asked)
+async def jobs(request: PageRequest) -> View:
+    """Show the jobs, those with a finding first."""
+    refuse_unknown_parameters(request.query, COMMON_PARAMETERS)
+    overview = await overview_for(request)
     findings = tuple(finding for finding in overview.findings if finding.job is not None)
     wrong = {finding.job for finding in findings}
-    found = await asked.admin.jobs()
-    if not asked.access.may("payloads"):
+    found = await request.admin.jobs()
+    if not request.access.may("payloads"):
         found = [replace(job, error=_type_of(job)) for job in found]
     facts = JobsFacts(
         jobs=sorted(found, key=lambda job: (job.name not in wrong, job.name)),
-        holders=holders_of(found, await asked.admin.locks(), overview.instances),
+        holders=holders_of(found, await request.admin.locks(), overview.instances),
         findings=findings,
         read_date=overview.read_date,
     )
     return View(
         template="jobs.html", title="Jobs", facts=facts,
-        shown={"links": links_of(facts.findings, asked), "wrong": wrong},
+        shown={"links": links_of(facts.findings, request), "wrong": wrong},
     )  # fmt: skip
 
 
 def _type_of(job: JobRow) -> str | None:
-    """The error without its message, which may quote a payload. The text of an interruption is outboxio's own."""
+    """Return the error without its message, which may quote a payload. Interruptions have a text of outboxio."""
     return job.error if job.error is None or job.result == "INTERRUPTED" else job.error.partition(":")[0]
 
 
@@ -173,26 +175,26 @@ class KeysFacts(Struct, frozen=True, kw_only=True):
     """The facts of the page."""
 
     keys: list[KeyStatus]
-    """The longest parked first."""
+    """Longest parked first."""
     is_all: bool
     """False if there are more keys, or may be."""
 
 
-async def keys(asked: Asked) -> View:
-    """The parked keys of all handlers, or of one handler."""
-    refuse_unknown_words(asked.query, ["handler", *OTHER_WORDS])
-    name = asked.query.get("handler")
-    found = list(await asked.admin.keys(name, limit=MOST + 1, shard=asked.shard))
+async def keys(request: PageRequest) -> View:
+    """Show the parked keys of all handlers, or of one handler."""
+    refuse_unknown_parameters(request.query, ["handler", *COMMON_PARAMETERS])
+    name = request.query.get("handler")
+    found = list(await request.admin.keys(name, limit=MOST + 1, shard=request.shard))
     field: dict[str, Any] = {
-        "name": "handler", "label": "Handler", "value": name, "options": await handler_names(asked, name),
+        "name": "handler", "label": "Handler", "value": name, "options": await handler_names(request, name),
     }  # fmt: skip
     facts = KeysFacts(keys=found[:MOST], is_all=len(found) <= MOST)
     return View(template="keys.html", title="Parked keys", facts=facts, shown={"around": [field]})
 
 
-# --- the glossary: all words of the dashboard -----------------------------------------------------
+# --- the glossary ---------------------------------------------------------------------------------
 
 
-async def glossary(asked: Asked) -> View:
-    """The states and terms, each with its sentence."""
+async def glossary(request: PageRequest) -> View:
+    """Show the states and terms with their explanations."""
     return View(template="glossary.html", title="Glossary", facts={"states": STATES, "terms": TERMS}, refreshes=False)

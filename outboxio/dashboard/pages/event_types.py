@@ -1,4 +1,4 @@
-"""The event types: those of the code of this process, and those that the newest rows and the handlers name."""
+"""The event types in the code of this process, in the newest rows, and of all handlers."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from msgspec.structs import replace
 
 from outboxio.catalogue.event_types import EventType, event_types
 from outboxio.catalogue.fields import Field, fields_of
-from outboxio.dashboard.asked import Asked
-from outboxio.dashboard.filters import refuse_unknown_words
-from outboxio.dashboard.lists import OTHER_WORDS, in_time
+from outboxio.dashboard.filters import refuse_unknown_parameters
+from outboxio.dashboard.lists import COMMON_PARAMETERS, in_time
+from outboxio.dashboard.page_request import PageRequest
 from outboxio.dashboard.view import Refused, View
 from outboxio.health.values import HandlerStatus
 
@@ -27,10 +27,10 @@ class EventTypesFacts(Struct, frozen=True):
     """False if the newest events could not be read in time."""
 
 
-async def all_event_types(asked: Asked) -> View:
-    """The event types by name."""
-    refuse_unknown_words(asked.query, OTHER_WORDS)
-    facts = await _facts(asked)
+async def all_event_types(request: PageRequest) -> View:
+    """Show the event types by name."""
+    refuse_unknown_parameters(request.query, COMMON_PARAMETERS)
+    facts = await _facts(request)
     return View(template="event_types.html", title="Event types", facts=facts, refreshes=False)
 
 
@@ -43,11 +43,11 @@ class EventTypeFacts(Struct, frozen=True):
     """The first example, as indented JSON."""
 
 
-async def event_type(asked: Asked) -> View:
-    """The event type with this name or alias."""
-    refuse_unknown_words(asked.query, OTHER_WORDS)
-    name = asked.path["name"]
-    types = (await _facts(asked)).types
+async def event_type(request: PageRequest) -> View:
+    """Show the event type with this name or alias."""
+    refuse_unknown_parameters(request.query, COMMON_PARAMETERS)
+    name = request.path["name"]
+    types = (await _facts(request)).types
     found = next((one for one in types if name == one.name or name in one.aliases), None)
     if found is None:
         raise Refused(404, f"There is no event type {name!r}.", "The page Event types lists all event types.")
@@ -60,18 +60,18 @@ async def event_type(asked: Asked) -> View:
     return View(template="event_type.html", title=found.name, facts=facts, refreshes=False)
 
 
-async def _facts(asked: Asked) -> EventTypesFacts:
-    emitted_by = await in_time(asked.admin.emitters(shard=asked.shard))
-    outbox = asked.outbox
+async def _facts(request: PageRequest) -> EventTypesFacts:
+    emitted_by = await in_time(request.admin.emitters(shard=request.shard))
+    outbox = request.outbox
     known = event_types(outbox._handlers, outbox._types, outbox.namespace, emitted_by or {})
-    handlers = (await asked.admin.overview()).handlers
+    handlers = (await request.admin.overview()).handlers
     return EventTypesFacts(_with_others(known, handlers, emitted_by or {}), emitted_by is not None)
 
 
 def _with_others(
     known: Iterable[EventType], handlers: Iterable[HandlerStatus], emitted_by: Mapping[str, Iterable[str]]
 ) -> list[EventType]:
-    """The event types with the handlers of all processes, and with types that this process has no code of."""
+    """Add the handlers of all processes, and event types that the code of this process does not have."""
     types = {one.name: one for one in known}
     names = {name: one.name for one in types.values() for name in (one.name, *one.aliases)}
     for name, actions in emitted_by.items():

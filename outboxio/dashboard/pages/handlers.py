@@ -1,4 +1,4 @@
-"""All handlers, the worst first."""
+"""The list of handlers, worst first, and the page of a handler."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from outboxio.dashboard.asked import Asked
-from outboxio.dashboard.filters import refuse_unknown_words
-from outboxio.dashboard.lists import OTHER_WORDS, in_time
+from outboxio.dashboard.filters import refuse_unknown_parameters
+from outboxio.dashboard.lists import COMMON_PARAMETERS, in_time
+from outboxio.dashboard.page_request import PageRequest
 from outboxio.dashboard.pages.notifications import GroupRow, group_rows
 from outboxio.dashboard.pages.operations import without_errors
 from outboxio.dashboard.pages.overview import fixed_at, without_messages
@@ -33,15 +33,15 @@ class HandlersFacts(Struct, frozen=True, kw_only=True):
     findings: tuple[Finding, ...]
     """What is wrong with these handlers."""
     of: int
-    """All handlers, also those that the filter leaves out."""
+    """The number of all handlers, including those that the filter excludes."""
     read_date: datetime
 
 
-async def handlers(asked: Asked) -> View:
-    """The handlers, or those whose names contain the word ``name``."""
-    refuse_unknown_words(asked.query, ["name", *OTHER_WORDS])
-    overview = await overview_for(asked)
-    part = asked.query.get("name", "").lower()
+async def handlers(request: PageRequest) -> View:
+    """Show the handlers, or those whose names contain the parameter ``name``."""
+    refuse_unknown_parameters(request.query, ["name", *COMMON_PARAMETERS])
+    overview = await overview_for(request)
+    part = request.query.get("name", "").lower()
     chosen = tuple(one for one in overview.handlers if part in one.handler_name.lower())
     facts = HandlersFacts(
         handlers=chosen,
@@ -49,25 +49,25 @@ async def handlers(asked: Asked) -> View:
         of=len(overview.handlers),
         read_date=overview.read_date,
     )
-    links = links_of(facts.findings, asked)
+    links = links_of(facts.findings, request)
     return View(template="handlers.html", title="Handlers", facts=facts, shown={"links": links})
 
 
-async def overview_for(asked: Asked) -> Overview:
-    """The overview as the user may see the overview."""
-    overview = await asked.admin.overview()
-    return overview if asked.access.may("payloads") else without_messages(overview)
+async def overview_for(request: PageRequest) -> Overview:
+    """Return the overview with what the user may see."""
+    overview = await request.admin.overview()
+    return overview if request.access.may("payloads") else without_messages(overview)
 
 
-def links_of(findings: Sequence[Finding], asked: Asked) -> dict[Finding, tuple[str, str] | None]:
-    """The address at which each finding is mended, unless this is the address, and the words of the link."""
-    links = {finding: fixed_at(finding, asked) for finding in findings}
-    here = asked.here().partition("?")[0]
+def links_of(findings: Sequence[Finding], request: PageRequest) -> dict[Finding, tuple[str, str] | None]:
+    """Return the link to the page that fixes each finding; ``None`` if it is this page."""
+    links = {finding: fixed_at(finding, request) for finding in findings}
+    here = request.here().partition("?")[0]
     return {finding: None if link is None or link[0] == here else link for finding, link in links.items()}
 
 
 def findings_of(findings: Sequence[Finding], handlers: Sequence[HandlerStatus]) -> tuple[Finding, ...]:
-    """The findings about handlers."""
+    """Return the findings about these handlers."""
     names = {handler.handler_name for handler in handlers}
     return tuple(finding for finding in findings if finding.handler in names)
 
@@ -79,27 +79,24 @@ def findings_of(findings: Sequence[Finding], handlers: Sequence[HandlerStatus]) 
 
 
 def registered(outbox: Outbox, name: str) -> dict[str, Any] | None:
-    """The handler with this name, as the code of this process has registered it; ``None`` without its code.
-
-    ``options``: the further options that are not the defaults.
-    """
+    """Return the handler as registered in this process, or ``None``. ``options``: other non-default options."""
     handler = outbox._handlers.find(name)
     if handler is None:
         return None
     options = changed(handler.options, DEFAULT_OPTIONS)
     return {
         "where": handler.where, "delivery": str(handler.options.delivery), "ordered": handler.options.ordered,
-        "event_types": handler.wanted_names, "topic": handler.topic,
+        "event_types": handler.event_type_names, "topic": handler.topic,
         "options": {name: value for name, value in options.items() if name not in ("delivery", "ordered")},
     }  # fmt: skip
 
 
-# --- one handler: what it does, how it does, and the orders for it --------------------------------
+# --- one handler ----------------------------------------------------------------------------------
 
 
-MOST_GROUPED = 200
+MAX_GROUPED = 200
 GROUPS, KEYS, OPERATIONS = 5, 10, 5
-LOOKED_AT = 100  # operations, of which those about the handler are shown
+LOOKED_AT = 100  # operations that are searched for those on the handler
 
 Span = Literal["1h", "24h"]
 SPANS: dict[str, tuple[timedelta, timedelta]] = {
@@ -113,12 +110,12 @@ class HandlerFacts(Struct, frozen=True, kw_only=True):
 
     handler_name: str
     status: HandlerStatus | None
-    """``None`` for a name that no process has announced for a long time, and that still has notifications."""
+    """``None`` for a name that only notifications still have."""
     findings: tuple[Finding, ...]
     registered: dict[str, Any] | None
     """``None`` if this process does not have the code of the handler."""
     options: Mapping[str, str] | None
-    """The options that are not the defaults, of a process that runs or of this process; ``None`` if neither has any."""
+    """The non-default options, of a running process or of this one; ``None`` if neither has the handler."""
     options_from: str | None
     """The process that reports the options, with its version of outboxio; ``None`` for the code of this process."""
     span: str
@@ -132,43 +129,43 @@ class HandlerFacts(Struct, frozen=True, kw_only=True):
     instances: list[InstanceStatus]
     """The processes that have the handler, by their own reports."""
     operations: list[Operation]
-    """The newest orders about the handler."""
+    """The newest operations on the handler."""
     read_date: datetime
 
 
-async def handler(asked: Asked) -> View:
-    """The facts about a handler, with a chart of 1 h or of 24 h (the word ``span``)."""
-    refuse_unknown_words(asked.query, ["span", *OTHER_WORDS])
-    name, span, admin = asked.path["name"], asked.query.get("span", "1h"), asked.admin
+async def handler(request: PageRequest) -> View:
+    """Show a handler, with a chart of 1 h or 24 h (the parameter ``span``)."""
+    refuse_unknown_parameters(request.query, ["span", *COMMON_PARAMETERS])
+    name, span, admin = request.path["name"], request.query.get("span", "1h"), request.admin
     if span not in SPANS:
-        raise Refused(400, f"There is no chart of {span}.", f"The charts are: {', '.join(SPANS)}.")
+        raise Refused(400, f"Unknown span {span}.", f"Available: {', '.join(SPANS)}.")
     within, step = SPANS[span]
     try:
-        history = await admin.history(name, within=within, step=step, shard=asked.shard)
+        history = await admin.history(name, within=within, step=step, shard=request.shard)
     except UnknownHandler as error:
         raise Refused(404, str(error), "The page Handlers lists all handlers.") from None
-    overview = await overview_for(asked)
+    overview = await overview_for(request)
     status = next((one for one in overview.handlers if one.handler_name == name), None)
-    groups = await in_time(admin.groups(Filter(handler=name), limit=MOST_GROUPED))
-    options, options_from = _options(asked.outbox, overview, name, status)
+    groups = await in_time(admin.groups(Filter(handler=name), limit=MAX_GROUPED))
+    options, options_from = _options(request.outbox, overview, name, status)
     facts = HandlerFacts(
         handler_name=name,
         status=status,
         findings=findings_of(overview.findings, [status] if status else []),
-        registered=registered(asked.outbox, name),
+        registered=registered(request.outbox, name),
         options=options,
         options_from=options_from,
         span=span,
         history=history,
-        groups=group_rows(groups or (), tells=asked.access.may("payloads"))[:GROUPS],
+        groups=group_rows(groups or (), shows_payloads=request.access.may("payloads"))[:GROUPS],
         grouped=None if groups is None else groups.looked_at,
         keys=list(await admin.keys(name, limit=KEYS)),
-        partitions=await _partitions(asked, name),
+        partitions=await _partitions(request, name),
         instances=[one for one in overview.instances if name in one.handlers],
-        operations=await _operations(asked, name),
+        operations=await _operations(request, name),
         read_date=overview.read_date,
     )
-    p95s = {  # in a line of a chart, no run is 0, and more than the largest bound is the largest bound
+    p95s = {  # a chart shows no run as 0, and values above the largest bound as that bound
         "durations": [min(point.duration_p95 or 0.0, DURATIONS[-1]) for point in history.points],
         "lags": [min(point.lag_p95 or 0.0, LAGS[-1]) for point in history.points],
     }
@@ -176,14 +173,14 @@ async def handler(asked: Asked) -> View:
         template="handler.html",
         title=name,
         facts=facts,
-        shown={"p95s": p95s, "links": links_of(facts.findings, asked)},
+        shown={"p95s": p95s, "links": links_of(facts.findings, request)},
     )
 
 
 def _options(
     outbox: Outbox, overview: Overview, name: str, status: HandlerStatus | None
 ) -> tuple[Mapping[str, str] | None, str | None]:
-    """The options of a handler, and the process that reports them."""
+    """Return the options of a handler, and the process that reports them."""
     if status is not None and status.options is not None:
         version = next((one.version for one in overview.instances if one.instance == status.options_from), "")
         return status.options, f"{status.options_from}, outboxio {version}"
@@ -191,19 +188,19 @@ def _options(
     return (None if handler is None else in_texts(handler.options)), None
 
 
-async def _partitions(asked: Asked, name: str) -> list[HandlerPartitions]:
-    """The partitions; none of a handler that no process has had for long, of which only notifications are left."""
+async def _partitions(request: PageRequest, name: str) -> list[HandlerPartitions]:
+    """Return the partitions; none for a handler that only has notifications left."""
     try:
-        return list(await asked.admin.partitions(name))
+        return list(await request.admin.partitions(name))
     except UnknownHandler:
         return []
 
 
-async def _operations(asked: Asked, name: str) -> list[Operation]:
-    """The newest orders about a handler, among the newest 100 orders."""
-    found = [one for one in await asked.admin.operations(LOOKED_AT) if _handler_in(one.request) == name]
-    tells = asked.access.may("payloads")
-    return [one if tells else without_errors(one) for one in found[:OPERATIONS]]
+async def _operations(request: PageRequest, name: str) -> list[Operation]:
+    """Return the newest operations on a handler, among the newest 100 operations."""
+    found = [one for one in await request.admin.operations(LOOKED_AT) if _handler_in(one.request) == name]
+    shows_payloads = request.access.may("payloads")
+    return [one if shows_payloads else without_errors(one) for one in found[:OPERATIONS]]
 
 
 def _handler_in(request: Mapping[str, object]) -> object:

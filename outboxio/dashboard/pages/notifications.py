@@ -1,4 +1,4 @@
-"""Notifications: every state, the newest first, with the orders for the selection and for all that match."""
+"""The list of notifications, and dead letters grouped by error."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from uuid import UUID
 from msgspec import Struct
 from msgspec.structs import replace
 
-from outboxio.dashboard.asked import Asked
 from outboxio.dashboard.lists import (
     ROWS,
     Listed,
-    Words,
+    Parameters,
     around_of,
     counts_of,
-    filter_asked,
     in_time,
+    requested_filter,
     rows_of,
     total_of,
 )
+from outboxio.dashboard.page_request import PageRequest
 from outboxio.dashboard.view import Refused, View
 from outboxio.model.notification import State
 from outboxio.model.operating.groups import Filter, Group, Groups
@@ -31,22 +31,22 @@ from outboxio.operations.queries.filters import TO_RETRY, TO_SKIP, query_of
 from outboxio.support.codec import made_from
 
 
-async def notifications(asked: Asked) -> View:
-    """The notifications that match the filter."""
-    filter = await filter_asked(asked)
-    page = await asked.admin.list(filter, ROWS, asked.query.get("after"), documents=False, shard=asked.shard)
-    states = await counts_of(asked, filter)
+async def notifications(request: PageRequest) -> View:
+    """Show the notifications that match the filter."""
+    filter = await requested_filter(request)
+    page = await request.admin.list(filter, ROWS, request.query.get("after"), documents=False, shard=request.shard)
+    states = await counts_of(request, filter)
     facts = Listed(
-        filter=query_of(filter), count=total_of(states, filter, len(page)), states=states, rows=rows_of(page, asked),
+        filter=query_of(filter), count=total_of(states, filter, len(page)), states=states, rows=rows_of(page, request),
         next=page.next,
     )  # fmt: skip
-    around = await around_of(asked, filter, page)
+    around = await around_of(request, filter, page)
     changes = {"retries": _has(filter, TO_RETRY), "skips": _has(filter, TO_SKIP)}
     return View(template="notifications.html", title="Notifications", facts=facts, shown={"around": around, **changes})
 
 
 def _has(filter: Filter, states: tuple[Any, ...]) -> bool:
-    """True if a state of the filter can be changed by an order that means these states."""
+    """True if the filter includes one of these states."""
     return not filter.states or any(state in states for state in filter.states)
 
 
@@ -54,7 +54,18 @@ def _has(filter: Filter, states: tuple[Any, ...]) -> bool:
 
 
 DEAD = (State.DEAD, State.EXPIRED)
-DEAD_WORDS = ("state", "handler", "error", "type", "key", "model", "action", "correlation", "since", "until")
+DEAD_LETTER_PARAMETERS = (
+    "state",
+    "handler",
+    "error",
+    "type",
+    "key",
+    "model",
+    "action",
+    "correlation",
+    "since",
+    "until",
+)
 
 
 class GroupRow(Struct, frozen=True, kw_only=True):
@@ -62,16 +73,16 @@ class GroupRow(Struct, frozen=True, kw_only=True):
 
     handler_name: str
     error: str
-    """The error, with ``*`` for what differs between errors. Without the right to read payloads, its class only."""
-    number: int
-    """The dead letters among those that were grouped."""
+    """The error, with ``*`` for the parts that differ. Without the right to read payloads, only its class."""
+    count: int
+    """The number of dead letters, among those that were grouped."""
     first_seen: datetime
     last_seen: datetime
     sample: str | None
     """The newest error; ``None`` without the right to read payloads."""
     event_id: UUID
     """The event of the newest dead letter."""
-    filter: Words
+    filter: Parameters
     """Selects all dead letters of the group; without the right to read payloads, all dead letters of the handler."""
 
 
@@ -80,7 +91,7 @@ class Grouped(Struct, frozen=True, kw_only=True):
 
     groups: list[GroupRow]
     looked_at: int
-    """The newest dead letters, which were grouped."""
+    """The number of newest dead letters that were grouped."""
     is_all: bool
     """True if these are all dead letters that match."""
 
@@ -92,45 +103,45 @@ class DeadLetters(Listed, frozen=True, kw_only=True):
     """``None`` on the pages with older dead letters, and if the dead letters could not be grouped within 2 s."""
 
 
-async def dead(asked: Asked) -> View:
-    """The dead letters that match the filter."""
-    filter = await filter_asked(asked, *DEAD)
+async def dead(request: PageRequest) -> View:
+    """Show the dead letters that match the filter."""
+    filter = await requested_filter(request, *DEAD)
     if other := [state for state in filter.states if state not in DEAD]:
         raise Refused(
-            400, f"{other[0]} notifications are no dead letters: dead letters are DEAD or EXPIRED.",
+            400, f"{other[0]} notifications are not dead letters: dead letters are DEAD or EXPIRED.",
             "The page Notifications shows notifications in any state.",
         )  # fmt: skip
-    after = asked.query.get("after")
-    page = await asked.admin.list(filter, ROWS, after, shard=asked.shard)
-    states, groups = await asyncio.gather(counts_of(asked, filter, DEAD), _groups(asked, filter))
+    after = request.query.get("after")
+    page = await request.admin.list(filter, ROWS, after, shard=request.shard)
+    states, groups = await asyncio.gather(counts_of(request, filter, DEAD), _groups(request, filter))
     grouped: Grouped | None = None
     count = total_of(states, filter, len(page))
     if groups is not None:
         count = cast(BoundedCount, groups.of)
-        rows = group_rows(groups, tells=asked.access.may("payloads"))
+        rows = group_rows(groups, shows_payloads=request.access.may("payloads"))
         grouped = Grouped(groups=rows, looked_at=groups.looked_at, is_all=groups.looked_at >= groups.of)
     facts = DeadLetters(
-        filter=query_of(filter), states=states, rows=rows_of(page, asked), next=page.next, grouped=grouped,
+        filter=query_of(filter), states=states, rows=rows_of(page, request), next=page.next, grouped=grouped,
         count=count,
     )  # fmt: skip
-    around = await around_of(asked, filter, page, DEAD_WORDS, DEAD)
+    around = await around_of(request, filter, page, DEAD_LETTER_PARAMETERS, DEAD)
     return View(template="dead.html", title="Dead letters", facts=facts, shown={"around": around})
 
 
-async def _groups(asked: Asked, filter: Filter) -> Groups[Group] | None:
-    """The groups; ``None`` on the pages with older dead letters, and after 2 s."""
-    return None if "after" in asked.query else await in_time(asked.admin.groups(filter, shard=asked.shard))
+async def _groups(request: PageRequest, filter: Filter) -> Groups[Group] | None:
+    """Return the groups; ``None`` on pages with older dead letters, and after 2 s."""
+    return None if "after" in request.query else await in_time(request.admin.groups(filter, shard=request.shard))
 
 
-def group_rows(groups: Iterable[Group], *, tells: bool) -> list[GroupRow]:
-    """The groups as the user may see them, the largest first."""
-    if tells:
+def group_rows(groups: Iterable[Group], *, shows_payloads: bool) -> list[GroupRow]:
+    """Return the groups as the user may see them, largest first."""
+    if shows_payloads:
         return [_row(group, group.fingerprint, group.sample) for group in groups]
     return _by_class(groups)
 
 
 def _by_class(groups: Iterable[Group]) -> list[GroupRow]:
-    """The groups for a user who may not read messages: by handler and class of the error."""
+    """Group by handler and error class, for a user who may not read error messages."""
     found: dict[tuple[str, str], list[Group]] = {}
     for group in groups:
         found.setdefault((group.handler_name, group.fingerprint.partition(": ")[0]), []).append(group)
@@ -139,12 +150,12 @@ def _by_class(groups: Iterable[Group]) -> list[GroupRow]:
         newest = max(members, key=lambda group: group.last_seen)
         whole = replace(
             newest,
-            number=sum(group.number for group in members),
+            count=sum(group.count for group in members),
             first_seen=min(group.first_seen for group in members),
             filter=replace(newest.filter, error=None),
         )
         made.append(_row(whole, kind, None))
-    return sorted(made, key=lambda row: -row.number)
+    return sorted(made, key=lambda row: -row.count)
 
 
 def _row(group: Group, error: str, sample: str | None) -> GroupRow:

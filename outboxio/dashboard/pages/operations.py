@@ -1,4 +1,4 @@
-"""The orders of operators: who ordered what, why, and how far the order is."""
+"""Operations: who started them, why, and their progress."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from uuid import UUID
 from msgspec import Struct
 from msgspec.structs import replace
 
-from outboxio.dashboard.asked import Asked
-from outboxio.dashboard.filters import in_words, refuse_unknown_words
-from outboxio.dashboard.lists import OTHER_WORDS, ROWS, Words
+from outboxio.dashboard.filters import describe_filter, refuse_unknown_parameters
+from outboxio.dashboard.lists import COMMON_PARAMETERS, ROWS, Parameters
+from outboxio.dashboard.page_request import PageRequest
 from outboxio.dashboard.view import Refused, View
 from outboxio.errors import OutboxError
 from outboxio.model.operating.groups import Filter
 from outboxio.model.operating.operation import BoundedCount, Operation, OperationState
-from outboxio.operations.queries.filters import given_filter, query_of
+from outboxio.operations.queries.filters import filter_argument, query_of
 from outboxio.support.codec import is_list, is_object, made_from
 
 HIDDEN = "(hidden)"
-MOST_LEFT = 10_000
-WAITS_AFTER = 15.0  # seconds without a piece after which a RUNNING order is said to wait for a process
+MAX_LEFT = 10_000
+WAITS_AFTER = 15.0  # seconds without progress until a RUNNING operation is shown as waiting for a process
 
 
 class OperationRow(Struct, frozen=True, kw_only=True):
-    """An order in words."""
+    """An operation with a description."""
 
     operation: Operation
-    said: str
-    """What was ordered."""
+    description: str
+    """What the operation applies to."""
     handler: str | None
 
 
@@ -41,112 +41,115 @@ class OperationsFacts(Struct, frozen=True, kw_only=True):
 
 
 class OperationFacts(OperationRow, frozen=True, kw_only=True):
-    """The facts of one order."""
+    """The facts of one operation."""
 
-    filter: Words | None
-    """The words of the filter, for links to the notifications."""
+    filter: Parameters | None
+    """The parameters of the filter, for links to the notifications."""
     left: BoundedCount | None
-    """The notifications that a bulk order has still to reach; ``None`` for a different order, or an ended order."""
+    """The notifications that a bulk operation still has to change; ``None`` for others, and for finished ones."""
     share: float | None
     """The part that is done, 0 to 1."""
     took: float
-    """Seconds from the order to its end, or until the last piece."""
+    """Seconds from the start to the end, or to the last chunk."""
     waits: bool
-    """True if the order waits for a process."""
+    """True if the operation waits for a process."""
 
 
-async def operations(asked: Asked) -> View:
-    """The orders, the newest first."""
-    refuse_unknown_words(asked.query, OTHER_WORDS)
-    page = await asked.admin.operations(ROWS, asked.query.get("after"), shard=asked.shard)
-    tells = asked.access.may("payloads")
-    rows = [row_of(operation, tells=tells) for operation in page]
+async def operations(request: PageRequest) -> View:
+    """Show the operations, newest first."""
+    refuse_unknown_parameters(request.query, COMMON_PARAMETERS)
+    page = await request.admin.operations(ROWS, request.query.get("after"), shard=request.shard)
+    shows_payloads = request.access.may("payloads")
+    rows = [row_of(operation, shows_payloads=shows_payloads) for operation in page]
     facts = OperationsFacts(operations=rows, next=page.next)
     return View(template="operations.html", title="Operations", facts=facts)
 
 
-async def operation(asked: Asked) -> View:
-    """One order, with its progress."""
-    refuse_unknown_words(asked.query, ["of", *OTHER_WORDS])
-    given = asked.path["id"]
-    found = await asked.admin.operation(given) if _is_id(given) else None
+async def operation(request: PageRequest) -> View:
+    """Show an operation with its progress."""
+    refuse_unknown_parameters(request.query, ["of", *COMMON_PARAMETERS])
+    id = request.path["id"]
+    found = await request.admin.operation(id) if _is_id(id) else None
     if found is None:
-        raise Refused(404, f"There is no operation {given[:40]}.", "The page Operations lists the orders of 90 days.")
-    tells = asked.access.may("payloads")
-    row, filter = row_of(found, tells=tells), filter_in(found)
-    left = await _left(asked, found, filter)
+        raise Refused(
+            404, f"There is no operation {id[:40]}.", "The page Operations lists the operations of the last 90 days."
+        )
+    shows_payloads = request.access.may("payloads")
+    row, filter = row_of(found, shows_payloads=shows_payloads), filter_in(found)
+    left = await _left(request, found, filter)
     facts = made_from(
         row,
         OperationFacts,
-        filter=None if filter is None or (filter.error is not None and not tells) else query_of(filter),
+        filter=None if filter is None or (filter.error is not None and not shows_payloads) else query_of(filter),
         left=left,
-        share=_share(found, left, asked.query.get("of", "")),
+        share=_share(found, left, request.query.get("of", "")),
         took=((found.finished_date or found.updated_date) - found.created_date).total_seconds(),
-        waits=_waits(found, (await asked.admin.overview()).read_date),
+        waits=_waits(found, (await request.admin.overview()).read_date),
     )
     title = f"{found.kind.capitalize()} by {found.actor}"
     return View(template="operation.html", title=title, facts=facts, refreshes=not found.has_ended)
 
 
 def filter_in(operation: Operation) -> Filter | None:
-    """The filter of a bulk order, with the moment before which notifications match."""
-    given, search = operation.request.get("filter"), operation.request.get("search")
-    if not is_object(given):
+    """Return the filter of a bulk operation, with the time before which notifications match."""
+    stored, search = operation.request.get("filter"), operation.request.get("search")
+    if not is_object(stored):
         return None
-    fields: dict[str, Any] = {name: given[name] for name in Filter.__struct_fields__ if name in given}
+    fields: dict[str, Any] = {name: stored[name] for name in Filter.__struct_fields__ if name in stored}
     if is_object(search) and search.get("until"):
         fields["until"] = search["until"]
     for name in fields.keys() & {"since", "until"}:
         fields[name] = datetime.fromisoformat(fields[name])
-    return given_filter(Filter(**fields))
+    return filter_argument(Filter(**fields))
 
 
-def said(operation: Operation, *, tells: bool) -> str:
-    """What was ordered, in words. ``tells``: False hides the error of a filter."""
-    request, filter = operation.request, filter_in(operation)
+def description_of(operation: Operation, *, shows_payloads: bool) -> str:
+    """Describe what an operation applies to. ``shows_payloads``: False hides the error of a filter."""
+    arguments, filter = operation.request, filter_in(operation)
     if filter is not None:
-        error = filter.error if tells or filter.error is None else HIDDEN
-        given: Any = request["filter"]
-        until = filter.until.replace(microsecond=0) if filter.until is not None and "until" in given else None
-        return in_words(replace(filter, error=error, until=until))
-    if isinstance(number := request.get("number"), int) and "ids" in request:
+        error = filter.error if shows_payloads or filter.error is None else HIDDEN
+        stored: Any = arguments["filter"]
+        until = filter.until.replace(microsecond=0) if filter.until is not None and "until" in stored else None
+        return describe_filter(replace(filter, error=error, until=until))
+    if isinstance(number := arguments.get("number"), int) and "ids" in arguments:
         return "1 notification" if number == 1 else f"{number:,} notifications"
-    parts = [f"the handler “{request['handler']}”"] if "handler" in request else []
-    parts += [f"the job “{request['job']}”"] if "job" in request else []
-    parts += [f"{_NAMES[name]} {_value(value)}" for name, value in request.items() if name in _NAMES and value]
+    parts = [f"the handler “{arguments['handler']}”"] if "handler" in arguments else []
+    parts += [f"the job “{arguments['job']}”"] if "job" in arguments else []
+    parts += [f"{_NAMES[name]} {_value(value)}" for name, value in arguments.items() if name in _NAMES and value]
     return ", ".join(parts) or ("old rows" if operation.kind == "purge" else "everything")
 
 
-def row_of(operation: Operation, *, tells: bool) -> OperationRow:
-    """An order in words. ``tells``: False hides texts that may come from payloads."""
-    filter, request = filter_in(operation), operation.request
-    handler: Any = filter.handler if filter is not None else request.get("handler")
-    shown = operation if tells else without_errors(operation)
-    return OperationRow(operation=shown, said=said(operation, tells=tells), handler=handler)
+def row_of(operation: Operation, *, shows_payloads: bool) -> OperationRow:
+    """Return an operation with its description. ``shows_payloads``: False hides texts that may quote payloads."""
+    filter, arguments = filter_in(operation), operation.request
+    handler: Any = filter.handler if filter is not None else arguments.get("handler")
+    shown = operation if shows_payloads else without_errors(operation)
+    description = description_of(operation, shows_payloads=shows_payloads)
+    return OperationRow(operation=shown, description=description, handler=handler)
 
 
 def without_errors(operation: Operation) -> Operation:
-    """The operation without texts that may come from payloads."""
-    request = {name: _hidden(value) for name, value in operation.request.items()}
-    return replace(operation, request=request, error=None if operation.error is None else HIDDEN)
+    """Return the operation without texts that may quote payloads."""
+    arguments = {name: _hidden(value) for name, value in operation.request.items()}
+    return replace(operation, request=arguments, error=None if operation.error is None else HIDDEN)
 
 
 def _hidden(value: object) -> object:
     return {**value, "error": HIDDEN} if is_object(value) and value.get("error") else value
 
 
-async def _left(asked: Asked, operation: Operation, filter: Filter | None) -> BoundedCount | None:
-    """The notifications that still match: those that were changed do not match any longer."""
+async def _left(request: PageRequest, operation: Operation, filter: Filter | None) -> BoundedCount | None:
+    """Count the notifications that still match; those that were changed do not match any more."""
     if operation.has_ended or filter is None:
         return None
     try:
-        return await asked.admin.count(filter, most=MOST_LEFT)
-    except OutboxError:  # the last notification of a handler without any process was changed just now
+        return await request.admin.count(filter, most=MAX_LEFT)
+    except OutboxError:  # the last notification of a handler without a process was just changed
         return None
 
 
 def _share(operation: Operation, left: BoundedCount | None, of: str) -> float | None:
-    """The part that is done. ``of``: the number that was confirmed, if the address has the number."""
+    """Return the part that is done. ``of``: the confirmed number, from the address."""
     if operation.state is OperationState.DONE:
         return 1.0
     reached = operation.matched

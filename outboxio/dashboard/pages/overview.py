@@ -9,7 +9,7 @@ from datetime import timedelta
 from msgspec import Struct
 from msgspec.structs import replace
 
-from outboxio.dashboard.asked import Asked
+from outboxio.dashboard.page_request import PageRequest
 from outboxio.dashboard.view import PATIENCE, View
 from outboxio.errors import OutboxError
 from outboxio.health.rules import RULES
@@ -19,24 +19,24 @@ from outboxio.operations.queries.filters import query_of
 from outboxio.support.clock import utc_now
 
 FOLDED_FROM = 4
-"""Handlers in order, from this number on, are folded below the handlers with a finding."""
+"""If at least this many handlers have no finding, they are folded below the others."""
 
-MOST_NEEDS = 5
-_GROUPED = 200  # the newest failures, among which the overview shows the largest groups
+MAX_NEEDS = 5
+_GROUPED = 200  # newest failures that the overview groups
 _DAY = timedelta(days=1)
 
 
 class Needs(Struct, frozen=True):
-    """What needs a person, besides the findings."""
+    """What needs attention besides the findings."""
 
     groups: Sequence[Group] = ()
     """Failures of the last 24 hours, grouped by error: the largest groups."""
     grouped_over: str = ""
-    """The number of failures that the groups were made of, in words."""
+    """How many failures were grouped, as text."""
     keys: Sequence[KeyStatus] = ()
     """The longest parked keys."""
     error: str | None = None
-    """Why the rest could not be read."""
+    """Why the other figures could not be read."""
 
 
 class OverviewFacts(Struct, frozen=True):
@@ -48,17 +48,17 @@ class OverviewFacts(Struct, frozen=True):
     """The runs of all handlers within the last hour, by minute; ``None`` if they could not be read within 2 s."""
 
 
-async def overview(asked: Asked) -> View:
-    """The verdict, six figures, the handlers worst first, what needs a person, instances and shards."""
+async def overview(request: PageRequest) -> View:
+    """Show the status, the figures, the handlers (worst first), what needs attention, instances and shards."""
     found, needs, history = await asyncio.gather(
-        asked.admin.overview(), asked.lately("needs", lambda: _needs(asked)),
-        asked.lately("history", lambda: _history(asked)),
+        request.admin.overview(), request.lately("needs", lambda: _needs(request)),
+        request.lately("history", lambda: _history(request)),
     )  # fmt: skip
-    if not asked.access.may("payloads"):
+    if not request.access.may("payloads"):
         found, needs = without_messages(found), _only_types(needs)
     shown, folded = parted(found.handlers)
-    links = {finding: fixed_at(finding, asked) for finding in found.findings}
-    like = [asked.url("notifications", **query_of(group.filter)) for group in needs.groups]
+    links = {finding: fixed_at(finding, request) for finding in found.findings}
+    like = [request.url("notifications", **query_of(group.filter)) for group in needs.groups]
     return View(
         template="overview.html",
         title="Overview",
@@ -71,19 +71,19 @@ _PAGES = {rule.name: rule.see for rule in RULES}
 _OF_HANDLERS = ("dead", "keys", "notifications")  # pages with a filter by handler
 
 
-def fixed_at(finding: Finding, asked: Asked) -> tuple[str, str] | None:
-    """The address at which a finding is fixed, and the words of the link."""
+def fixed_at(finding: Finding, request: PageRequest) -> tuple[str, str] | None:
+    """Return the address and label of the page that fixes a finding."""
     see = ("jobs", "Jobs") if finding.job is not None else _PAGES.get(finding.rule)
-    if see is None or not asked.has(see[0]):
+    if see is None or not request.has(see[0]):
         return None
-    page, words = see
+    page, label = see
     if page == "handler":
-        return (asked.url("handler", name=finding.handler), words) if finding.handler else None
-    return asked.url(page, handler=finding.handler if page in _OF_HANDLERS else None), words
+        return (request.url("handler", name=finding.handler), label) if finding.handler else None
+    return request.url(page, handler=finding.handler if page in _OF_HANDLERS else None), label
 
 
 def parted(handlers: Sequence[HandlerStatus]) -> tuple[Sequence[HandlerStatus], Sequence[HandlerStatus]]:
-    """The handlers that are shown, and the handlers in order that are folded."""
+    """Return the handlers to show, and the handlers without a finding to fold."""
     well = [one for one in handlers if one.level == "ok" and not one.paused_since and not one.dead_hour]
     if len(well) == len(handlers) or len(well) < FOLDED_FROM:
         return handlers, ()
@@ -91,20 +91,20 @@ def parted(handlers: Sequence[HandlerStatus]) -> tuple[Sequence[HandlerStatus], 
 
 
 def without_messages(found: Overview) -> Overview:
-    """The overview without the messages of errors, which may quote a payload."""
+    """Return the overview without error messages, which may quote payloads."""
     findings = tuple(map(_without_message, found.findings))
     verdict = [finding.text for finding in findings] or found.verdict
     return replace(found, findings=findings, verdict=verdict)
 
 
-_BEFORE_MESSAGES = {"handler_resting": "` has rested for ", "failing_long": " failing, for "}
+_BEFORE_MESSAGES = {"circuit_open": "` has been open for ", "failing_long": " been failing for "}
 
 
 def _without_message(finding: Finding) -> Finding:
     if finding.rule == "operation_failed":
-        return replace(finding, text="An order has failed.")
-    if (words := _BEFORE_MESSAGES.get(finding.rule)) is not None:
-        name, verb, rest = finding.text.partition(words)
+        return replace(finding, text="Operation failed.")
+    if (separator := _BEFORE_MESSAGES.get(finding.rule)) is not None:
+        name, verb, rest = finding.text.partition(separator)
         return replace(finding, text=f"{name}{verb}{rest.partition(': ')[0]}.")
     if finding.rule == "handler_failing":
         name = f"`{finding.handler}`"
@@ -126,27 +126,27 @@ def _only_types(needs: Needs) -> Needs:
     return replace(needs, groups=groups)
 
 
-async def _history(asked: Asked) -> HandlerHistory | None:
-    """The overview is shown without the chart, if the database does not answer: the findings say so."""
+async def _history(request: PageRequest) -> HandlerHistory | None:
+    """Read the history; ``None`` if the database does not respond, which the findings report."""
     try:
         async with asyncio.timeout(PATIENCE):
-            return await asked.admin.history()
+            return await request.admin.history()
     except Exception:
         return None
 
 
-async def _needs(asked: Asked) -> Needs:
-    """The overview is shown without these facts, if the database does not answer."""
+async def _needs(request: PageRequest) -> Needs:
+    """Read what needs attention, or why it could not be read."""
     since = utc_now() - _DAY
     try:
         async with asyncio.timeout(PATIENCE):
             groups, keys = await asyncio.gather(
-                asked.admin.groups(Filter(since=since), limit=_GROUPED), asked.admin.keys(limit=MOST_NEEDS)
+                request.admin.groups(Filter(since=since), limit=_GROUPED), request.admin.keys(limit=MAX_NEEDS)
             )
     except TimeoutError:
-        return Needs(error=f"The questions took longer than {PATIENCE:.0f} s.")
+        return Needs(error=f"The queries took longer than {PATIENCE:.0f} s.")
     except OutboxError as error:
         return Needs(error=str(error))
-    except Exception as error:  # of the driver, if a table or an index is missing: the verdict says what is wrong
+    except Exception as error:  # of the driver, if a table or an index is missing; the findings report it
         return Needs(error=f"{type(error).__name__}: {error}")
-    return Needs(groups=groups[:MOST_NEEDS], grouped_over=str(groups), keys=keys)
+    return Needs(groups=groups[:MAX_NEEDS], grouped_over=str(groups), keys=keys)

@@ -8,9 +8,9 @@ from datetime import datetime
 
 from msgspec import Struct
 
-from outboxio.dashboard.asked import WEBHOOK_DELIVERY, Asked
-from outboxio.dashboard.filters import refuse_unknown_words
-from outboxio.dashboard.lists import OTHER_WORDS, Row, rows_of
+from outboxio.dashboard.filters import refuse_unknown_parameters
+from outboxio.dashboard.lists import COMMON_PARAMETERS, Row, rows_of
+from outboxio.dashboard.page_request import WEBHOOK_DELIVERY, PageRequest
 from outboxio.dashboard.view import View
 from outboxio.model.operating.groups import Filter
 from outboxio.model.operating.operation import WORST_FIRST
@@ -19,14 +19,14 @@ LOOKED_AT = 500
 
 
 class EndpointRow(Struct, frozen=True, kw_only=True):
-    """An endpoint, by its deliveries among the newest."""
+    """An endpoint, according to its newest deliveries."""
 
     endpoint_id: str
     handler_name: str
     states: Mapping[str, int]
     """The deliveries in each state, the worst state first."""
     attempts: int
-    """The attempts of all these deliveries."""
+    """The number of attempts of these deliveries."""
     error: str | None
     """The newest error of an attempt, or else of a postponed delivery; a class without the right to read payloads."""
     updated_date: datetime
@@ -38,17 +38,17 @@ class WebhooksFacts(Struct, frozen=True, kw_only=True):
     endpoints: list[EndpointRow]
     """Endpoints with failures first."""
     looked_at: int
-    """The newest deliveries, from which the page is made."""
+    """The number of deliveries that the page is based on."""
 
 
-async def webhooks(asked: Asked) -> View:
-    """The endpoints of the newest 500 deliveries."""
-    refuse_unknown_words(asked.query, OTHER_WORDS)
+async def webhooks(request: PageRequest) -> View:
+    """Show the endpoints of the newest 500 deliveries."""
+    refuse_unknown_parameters(request.query, COMMON_PARAMETERS)
     found: dict[tuple[str, str], list[Row]] = {}
     rows: list[Row] = []
-    if asked.sends_webhooks:
-        wanted = Filter(event_type=WEBHOOK_DELIVERY)
-        rows = rows_of(await asked.admin.list(wanted, LOOKED_AT, documents=False, shard=asked.shard), asked)
+    if request.sends_webhooks:
+        filter = Filter(event_type=WEBHOOK_DELIVERY)
+        rows = rows_of(await request.admin.list(filter, LOOKED_AT, documents=False, shard=request.shard), request)
     for row in rows:
         found.setdefault((row.handler_name, row.model_id or ""), []).append(row)
     endpoints = [_endpoint(*key, some) for key, some in found.items()]

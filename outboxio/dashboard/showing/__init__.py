@@ -1,1 +1,1 @@
-"""From values to HTML: templates and their filters, charts, words, and the files that pages load."""
+"""Convert values to HTML: templates and their filters, charts, terms, and static files."""

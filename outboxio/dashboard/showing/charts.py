@@ -1,6 +1,6 @@
-"""Charts as SVG. Colours come from classes in the style sheet, because the pages allow no style inside the text.
+"""Charts as SVG. Colours come from classes in the style sheet, because the pages forbid inline styles.
 
-Pure functions: numbers become text. No text of a user is in the result.
+All functions are pure, and turn numbers into text. The result contains no text from users.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from outboxio.dashboard.showing.shown import bound, number
 from outboxio.model.operating.groups import HistoryPoint
 from outboxio.statistics.figures import LAGS
 
-_SCALE_WIDTH = 44  # at the right, for the numbers of the scale
+_SCALE_WIDTH = 44  # at the right, for the labels of the scale
 
 
 def spark(values: Sequence[float], width: int = 120, height: int = 24) -> Markup:
-    """A small line of numbers, the oldest first. The line of zeros is at the bottom."""
+    """Draw numbers as a small line, oldest first. Zero is at the bottom."""
     if not values:
         return Markup("")
     top = max(*values, 0.0) if len(values) > 1 else max(values[0], 0.0)
@@ -28,32 +28,32 @@ def spark(values: Sequence[float], width: int = 120, height: int = 24) -> Markup
     ]
     line = " ".join(points)
     area = f"0,{height} {line} {width},{height}"
-    told = f"from {values[0]:,.0f} to {values[-1]:,.0f}, at most {top:,.0f}"
+    label = f"from {values[0]:,.0f} to {values[-1]:,.0f}, at most {top:,.0f}"
     flat = "" if top else " flat"
     return Markup(
         f'<svg class="spark{flat}" viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img" '
-        f'aria-label="{told}" preserveAspectRatio="none"><polygon class="spark-area" points="{area}"/>'
+        f'aria-label="{label}" preserveAspectRatio="none"><polygon class="spark-area" points="{area}"/>'
         f'<polyline class="spark-line" points="{line}"/></svg>'
     )
 
 
 def bars(points: Sequence[HistoryPoint], width: int = 1080, height: int = 200) -> Markup:
-    """Stacked columns: succeeded, failed, and failed permanently of each period, the oldest first, with tooltips."""
+    """Draw stacked columns with tooltips: succeeded, failed and failed permanently in each period, oldest first."""
     if not points:
         return Markup("")
-    plot = height - 18  # below are the labels of the times
+    plot = height - 18  # the labels of the times are below
     top = nice_top(max(one.succeeded + one.failures for one in points))
     step = (width - _SCALE_WIDTH) / len(points)
     parts = [_scale(top, width, plot)]
     for position, one in enumerate(points):
         parts.append(_column(one, position * step, step, plot, top))
     total = sum(one.succeeded for one in points), sum(one.failures for one in points)
-    told = f"{total[0]:,} succeeded, {total[1]:,} failed"
-    return _drawn("".join([*parts, *_times(points, step, height)]), told, width, height)
+    label = f"{total[0]:,} succeeded, {total[1]:,} failed"
+    return _drawn("".join([*parts, *_times(points, step, height)]), label, width, height)
 
 
 def lags(points: Sequence[HistoryPoint], width: int = 720, height: int = 200) -> Markup:
-    """Columns: the bound below which 95 % of the runs of each period began after they were due, the oldest first."""
+    """Draw columns, oldest first: the bound below which 95 % of the delivery lags of each period were."""
     if not points:
         return Markup("")
     plot = height - 18
@@ -63,23 +63,23 @@ def lags(points: Sequence[HistoryPoint], width: int = 720, height: int = 200) ->
     parts = [_scale(top, width, plot, bound)]
     for position, (one, value) in enumerate(zip(points, known, strict=True)):
         x, size = position * step, 0.0 if value is None else max(1.0, value / top * plot)
-        told = (
-            "no run" if value is None else f"95 % began within {bound(one.lag_p95)}, half within {bound(one.lag_p50)}"
+        label = (
+            "no run" if value is None else f"95 % started within {bound(one.lag_p95)}, half within {bound(one.lag_p50)}"
         )
         column = _bar("lag", x, step, plot - size, size) if size else ""
-        parts.append(f"<g><title>{one.begin:%H:%M} {told}</title>{_hover(x, step, plot)}{column}</g>")
+        parts.append(f"<g><title>{one.begin:%H:%M} {label}</title>{_hover(x, step, plot)}{column}</g>")
     worst = max((value for value in known if value is not None), default=None)
-    told = "no run" if worst is None else f"delivery lag, p95 by minute: at most {bound(worst)}"
-    return _drawn("".join([*parts, *_times(points, step, height)]), told, width, height)
+    label = "no run" if worst is None else f"delivery lag, p95 by minute: at most {bound(worst)}"
+    return _drawn("".join([*parts, *_times(points, step, height)]), label, width, height)
 
 
 def _bounded(seconds: float | None) -> float | None:
-    """More than the largest bound is drawn as the largest bound."""
+    """Limit a value to the largest bound, for drawing."""
     return None if seconds is None else min(seconds, LAGS[-1])
 
 
 def nice_top(largest: int) -> int:
-    """The top of a scale: an even number with one digit and zeros, such as 6, 30, 400; at least 4."""
+    """Return the top of a scale: an even number with one digit and zeros, such as 6, 30, 400; at least 4."""
     if largest <= 4:
         return 4
     step = 1
@@ -96,8 +96,8 @@ def _column(one: HistoryPoint, x: float, step: float, plot: int, top: int) -> st
             size = max(1.0, value / top * plot)
             y -= size
             parts.append(_bar(name, x, step, y, size))
-    told = f"{one.begin:%H:%M} {one.succeeded:,} succeeded, {one.failed:,} failed, {lost:,} failed permanently"
-    return f"<g><title>{told}</title>{_hover(x, step, plot)}{''.join(parts)}</g>"
+    label = f"{one.begin:%H:%M} {one.succeeded:,} succeeded, {one.failed:,} failed, {lost:,} failed permanently"
+    return f"<g><title>{label}</title>{_hover(x, step, plot)}{''.join(parts)}</g>"
 
 
 def _bar(name: str, x: float, step: float, y: float, size: float) -> str:
@@ -111,7 +111,7 @@ def _hover(x: float, step: float, plot: int) -> str:
 
 
 def _times(points: Sequence[HistoryPoint], step: float, height: int) -> list[str]:
-    """The labels below the columns."""
+    """Return the labels below the columns."""
     every = max(1, round(len(points) / 6))
     return [
         f'<text class="chart-label" x="{at * step:.1f}" y="{height - 4}">{points[at].begin:%H:%M}</text>'
@@ -119,17 +119,17 @@ def _times(points: Sequence[HistoryPoint], step: float, height: int) -> list[str
     ]
 
 
-def _drawn(parts: str, told: str, width: int, height: int) -> Markup:
-    return Markup(f'<svg class="chart" viewBox="0 0 {width} {height}" role="img" aria-label="{told}">{parts}</svg>')
+def _drawn(parts: str, label: str, width: int, height: int) -> Markup:
+    return Markup(f'<svg class="chart" viewBox="0 0 {width} {height}" role="img" aria-label="{label}">{parts}</svg>')
 
 
-def _scale(top: float, width: int, plot: int, told_as: Callable[[float], str] = number) -> str:
+def _scale(top: float, width: int, plot: int, label_of: Callable[[float], str] = number) -> str:
     parts: list[str] = []
     for part in (0.0, 0.5, 1.0):
         y = max(0.5, plot - part * plot)
         parts.append(f'<line class="chart-line" x1="0" x2="{width - _SCALE_WIDTH}" y1="{y:.1f}" y2="{y:.1f}"/>')
         if part:
             under = y + (11 if part == 1 else 4)
-            told = told_as(top * part)
-            parts.append(f'<text class="chart-label" x="{width}" y="{under:.1f}" text-anchor="end">{told}</text>')
+            label = label_of(top * part)
+            parts.append(f'<text class="chart-label" x="{width}" y="{under:.1f}" text-anchor="end">{label}</text>')
     return "".join(parts)

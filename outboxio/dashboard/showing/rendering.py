@@ -1,4 +1,4 @@
-"""The files of ``static/``: style sheet, script and icon. A hash in the address lets browsers keep a file for ever."""
+"""Static files and the rendering of views. A hash in a file's address lets browsers cache it without revalidation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from outboxio.model.operating.operation import Operation
 from outboxio.version import __version__
 
 if TYPE_CHECKING:
-    from outboxio.dashboard.asked import Asked
+    from outboxio.dashboard.page_request import PageRequest
 
 HERE = Path(__file__).parents[1]
 _KINDS = {".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
@@ -35,12 +35,12 @@ _FILES = {path.name: _read(path) for path in sorted((HERE / "static").iterdir())
 
 
 def address(name: str) -> str:
-    """The address of a file below the mount."""
+    """Return the address of a file below the mount."""
     return f"/static/{_FILES[name][1]}/{name}"
 
 
 async def answer(request: Request) -> Response:
-    """The file, or 304 if the browser has the file."""
+    """Return the file, or 304 if the browser has it."""
     name = request.path_params["name"]
     if name not in _FILES:
         raise HTTPException(404)
@@ -51,7 +51,7 @@ async def answer(request: Request) -> Response:
     return Response(body, headers=headers, media_type=_KINDS[Path(name).suffix])
 
 
-# --- from a view to an answer: HTML by a template, or JSON ----------------------------------------
+# --- from a view to a response: HTML from a template, or JSON -------------------------------------
 
 
 _environment = jinja2.Environment(
@@ -63,7 +63,7 @@ _environment = jinja2.Environment(
     lstrip_blocks=True,
 )
 _GLOBALS: dict[str, Any] = {
-    "words": shown, "spark": charts.spark, "bars": charts.bars, "lags": charts.lags, "explained": shown.explained,
+    "terms": shown, "spark": charts.spark, "bars": charts.bars, "lags": charts.lags, "explained": shown.explained,
     "version": __version__,
 }  # fmt: skip
 _environment.filters.update(FILTERS)
@@ -71,29 +71,29 @@ _environment.tests.update(TESTS)
 _environment.globals.update(_GLOBALS)
 
 
-async def answered(view: View | Download, asked: Asked) -> Response:
-    """The answer of a page: HTML, or JSON for ``?format=json``; or a file to save."""
+async def rendered_response(view: View | Download, request: PageRequest) -> Response:
+    """Return the response of a page: HTML, JSON for ``?format=json``, or a file to save."""
     if isinstance(view, Download):
         return _attachment(view)
-    if asked.query.get("format") == "json":
+    if request.query.get("format") == "json":
         return Response(as_json(view.facts), view.status, media_type="application/json")
-    text = rendered(view, asked, did=await _did(asked))
+    text = rendered(view, request, did=await _did(request))
     return Response(text.encode("utf-8", "replace"), view.status, media_type="text/html")
 
 
-def rendered(view: View, asked: Asked, did: Operation | None = None) -> str:
-    """The HTML of a page. ``did``: the order that was given just now."""
+def rendered(view: View, request: PageRequest, did: Operation | None = None) -> str:
+    """Return the HTML of a page. ``did``: the operation that was just run."""
     template = _environment.get_template(view.template)
-    return template.render(facts=view.facts, view=view, asked=asked, access=asked.access, did=did, **view.shown)
+    return template.render(facts=view.facts, view=view, request=request, access=request.access, did=did, **view.shown)
 
 
-async def _did(asked: Asked) -> Operation | None:
-    """The order of which the query has the id: no text of an address is ever shown."""
+async def _did(request: PageRequest) -> Operation | None:
+    """Return the operation whose id is in the query. No text from a URL is ever shown."""
     try:
-        id = UUID(asked.query.get("did", ""))
+        id = UUID(request.query.get("did", ""))
     except ValueError:
         return None
-    return await asked.admin.operation(id)
+    return await request.admin.operation(id)
 
 
 def _attachment(download: Download) -> Response:

@@ -1,4 +1,4 @@
-"""Values as people read them: the filters of the templates."""
+"""Format values for display: the filters of the templates."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import msgspec
 from markupsafe import Markup, escape
 from msgspec import Raw, Struct
 
-from outboxio.health.values import MOST, counted, spoken
+from outboxio.health.values import MOST, counted, human_duration
 from outboxio.model.operating.operation import WORST_FIRST as worst_first
 from outboxio.model.operating.operation import BoundedCount
 from outboxio.support.clock import utc_now
@@ -24,18 +24,18 @@ _QUOTED = re.compile(r"`([^`]+)`")
 _UUID = re.compile(r"[0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}")
 
 
-#: Characters without a shape of their own: controls but tab and line ends, lone surrogates, and characters that change
-#: the direction of the text around.
+#: Invisible characters: controls except tab and line ends, lone surrogates, and characters that change the direction of
+#: the surrounding text.
 _UNSEEN = re.compile(
     "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff]"
 )
 
 
 def visible(value: Any) -> Any:
-    """A value for a page. Characters without a shape, which can make a text look like another, are escaped.
+    """Return a value for a page, with invisible characters escaped, because they can make one text look like another.
 
-    Each ``{{ }}`` of a template passes through this function. Text that is escaped already is unchanged: a template
-    writes ``{{ value|e }}`` where a form has to send the exact text back.
+    Each ``{{ }}`` in a template passes through this function. Text that is already escaped is unchanged: a template
+    uses ``{{ value|e }}`` where a form has to send the exact text back.
     """
     if not isinstance(value, str) or isinstance(value, Markup) or value.isprintable():
         return value
@@ -51,7 +51,7 @@ def number(value: float | None) -> str:
 
 
 def bounded(value: int | None, most: int = MOST) -> str:
-    """A number that was counted up to a bound: ``10,000+``. A ``BoundedCount`` knows whether the number is complete."""
+    """Format a number that was counted up to a bound: ``10,000+``. A ``BoundedCount`` says whether it is complete."""
     if value is None:
         return NOTHING
     is_complete = getattr(value, "is_complete", None)
@@ -61,56 +61,56 @@ def bounded(value: int | None, most: int = MOST) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """A duration in its largest unit: ``0.4 s``, ``14 min``; below a second in milliseconds."""
+    """Format a duration in its largest unit: ``0.4 s``, ``14 min``; below a second in milliseconds."""
     if seconds is None:
         return NOTHING
-    return f"{seconds * 1000:.0f} ms" if 0 < seconds < 0.1 else spoken(seconds)
+    return f"{seconds * 1000:.0f} ms" if 0 < seconds < 0.1 else human_duration(seconds)
 
 
 def bound(seconds: float | None) -> str:
-    """The upper bound of a bucket of durations, exact: ``2.5 ms``, ``0.25 s``. Infinity is more than any bound."""
+    """Format the upper bound of a bucket of durations exactly: ``2.5 ms``, ``0.25 s``, or ``off the scale``."""
     if seconds is None:
         return NOTHING
     if math.isinf(seconds):
         return "off the scale"
-    return f"{seconds * 1000:g} ms" if seconds < 0.1 else f"{seconds:g} s" if seconds < 60 else spoken(seconds)
+    return f"{seconds * 1000:g} ms" if seconds < 0.1 else f"{seconds:g} s" if seconds < 60 else human_duration(seconds)
 
 
 def offset(seconds: float) -> str:
-    """How far a clock is ahead (``+1.5 s``) or behind (``-1.5 s``)."""
+    """Format how far a clock is ahead (``+1.5 s``) or behind (``-1.5 s``)."""
     return "0.0 s" if abs(seconds) < 0.05 else f"{seconds:+.1f} s"
 
 
 def share(value: float | None) -> str:
-    """A share from 0 to 1 in per cent. A share that is not 0 is never shown as 0."""
+    """Format a share from 0 to 1 as a percentage. A share above 0 is never shown as 0."""
     if value is None:
         return NOTHING
     return "< 1 %" if 0 < value < 0.01 else f"{value:.0%}".replace("%", " %")
 
 
-def moment(value: datetime | None) -> str:
-    """A moment in UTC, to the second."""
+def timestamp(value: datetime | None) -> str:
+    """Format a time in UTC, to the second."""
     return NOTHING if value is None else f"{value:%Y-%m-%d %H:%M:%S}"
 
 
 def iso(value: datetime) -> str:
-    """A moment for ``<time datetime>``."""
+    """Format a time for ``<time datetime>``."""
     return f"{value:%Y-%m-%dT%H:%M:%S}Z"
 
 
 def ago(value: datetime | None, now: datetime | None = None) -> str:
-    """How long ago a moment is: ``14 min ago``, ``in 30 s``. ``now``: naive UTC, by default of this machine."""
+    """Format how long ago a time is: ``14 min ago``, ``in 30 s``. ``now``: naive UTC; default: this machine's time."""
     if value is None:
         return NOTHING
     seconds = ((now or utc_now()) - value).total_seconds()
     if abs(seconds) < 1:
         return "now"
-    told = f"{abs(seconds):.0f} s" if abs(seconds) < 10 else spoken(abs(seconds))
-    return f"in {told}" if seconds < 0 else f"{told} ago"
+    text = f"{abs(seconds):.0f} s" if abs(seconds) < 10 else human_duration(abs(seconds))
+    return f"in {text}" if seconds < 0 else f"{text} ago"
 
 
 def sentence(text: str) -> Markup:
-    """A sentence of a verdict. Names between backticks become ``<code>``."""
+    """Return the text of a finding or reason as HTML. Names between backticks become ``<code>``."""
     text, end = str(visible(text)), 0
     parts: list[str] = []
     for found in _QUOTED.finditer(text):
@@ -120,28 +120,28 @@ def sentence(text: str) -> Markup:
 
 
 def process(name: str) -> str:
-    """The name of a process as people tell processes apart: machine and process id, without the random part."""
+    """Return the name of a process for display: host and process id, without the random part."""
     return name.rpartition(":")[0] or name
 
 
 def shortened(text: object, most: int = 120) -> str:
-    """The beginning of a text, on one line."""
+    """Return the start of a text, on one line."""
     line = " ".join(str(text).split())
     return line if len(line) <= most else f"{line[: most - 1]}\N{HORIZONTAL ELLIPSIS}"
 
 
 def short_id(text: object) -> str:
-    """An id in a table. A UUID is cut to its end, because UUIDs of the same time begin alike."""
+    """Return an id for a table. A UUID is shortened to its end, because UUIDs of the same time start alike."""
     return f"\N{HORIZONTAL ELLIPSIS}{str(text)[-8:]}" if is_uuid(text) else shortened(text, 40)
 
 
 def is_uuid(text: object) -> bool:
-    """True for the usual form of a UUID, with hyphens."""
+    """True for a UUID in its usual form, with hyphens."""
     return _UUID.fullmatch(str(text)) is not None
 
 
 _FILTERS: Sequence[Callable[..., Any]] = (
-    number, bounded, duration, bound, offset, share, moment, iso, ago, sentence, process, shortened, short_id,
+    number, bounded, duration, bound, offset, share, timestamp, iso, ago, sentence, process, shortened, short_id,
 )  # fmt: skip
 FILTERS: Mapping[str, Callable[..., Any]] = {function.__name__: function for function in _FILTERS}
 
@@ -149,43 +149,41 @@ FILTERS: Mapping[str, Callable[..., Any]] = {function.__name__: function for fun
 TESTS: Mapping[str, Any] = {"is_uuid": is_uuid}
 
 
-# --- the words of the dashboard -------------------------------------------------------------------
-#
-# The words of the dashboard, each with one or two sentences: column heads and the glossary show the sentences.
+# --- terms, with the explanations shown in column headers and in the glossary ----------------------
 
 
 STATES: Mapping[str, str] = {
-    "PENDING": "The notification waits for its handler.",
-    "FAILED": "The handler has failed, and will be retried at the due date. Nobody needs to do anything yet.",
-    "BLOCKED": "An earlier notification with the same ordering key is not finished; this notification waits behind it.",
-    "DYING": "The notification has failed permanently, and its on_dead hook has still to run.",
+    "PENDING": "Waits for its handler.",
+    "FAILED": "The last attempt failed. The handler is retried when the notification is due; no action is needed yet.",
+    "BLOCKED": "Waits for an earlier notification with the same ordering key to finish.",
+    "DYING": "Failed permanently; the on_dead hook has not run yet.",
     "SUCCEEDED": "The handler has handled the event.",
-    "EXPIRED": "The notification has outlived its retention window without success. Retry or skip it.",
-    "DEAD": "The notification has failed permanently: no further retry, until somebody retries or skips it.",
-    "SKIPPED": "Somebody has skipped the notification: the handler never handles this event.",
+    "EXPIRED": "Did not succeed within its retention window. Retry or skip it.",
+    "DEAD": "Failed permanently. There are no further attempts until someone retries or skips it.",
+    "SKIPPED": "Skipped by an operator or a handler; it will not be handled.",
 }
 """The states of a notification."""
 
 UNCOUNTED = frozenset({
     "pause", "unpause", "stop", "unsubscribe", "partitions", "pause_job", "unpause_job", "run_job_now", "remove_job",
 })  # fmt: skip
-"""Orders that change no notification."""
+"""Operations that change no notifications."""
 
 OPERATIONS: Mapping[str, str] = {
-    "RUNNING": "The order is being carried out.",
-    "DONE": "The order has been carried out.",
-    "STOPPED": "Somebody has stopped the order. The part that was done stays done.",
-    "FAILED": "The order has ended with an error. The part that was done stays done.",
+    "RUNNING": "In progress.",
+    "DONE": "Completed.",
+    "STOPPED": "Stopped by an operator. Changes already made stay.",
+    "FAILED": "Failed with an error. Changes already made stay.",
 }
 """The states of an operation."""
 
 JOBS: Mapping[str, tuple[str, str]] = {
-    "WAITING": ("wait", "The job waits for its next moment."),
-    "RUNNING": ("wait", "A process runs the job."),
-    "RETRYING": ("warn", "The last attempt has failed, and the job waits for the next attempt."),
-    "PAUSED": ("off", "No run starts until somebody unpauses the job."),
-    "SUCCEEDED": ("good", "The last run has succeeded."),
-    "FAILED": ("bad", "The last run has raised an error."),
+    "WAITING": ("wait", "The job waits for its next scheduled time."),
+    "RUNNING": ("wait", "The job is running."),
+    "RETRYING": ("warn", "The last attempt failed; the job waits for its next attempt."),
+    "PAUSED": ("off", "No runs start until someone unpauses the job."),
+    "SUCCEEDED": ("good", "The last run succeeded."),
+    "FAILED": ("bad", "The last run raised an error."),
     "TIMED_OUT": ("bad", "The last run took longer than its timeout."),
     "INTERRUPTED": ("bad", "The process ended, or left running(), during the last run."),
 }
@@ -196,87 +194,85 @@ MARKS: Mapping[str, str] = {
     "DEAD": "bad", "SKIPPED": "off", "RUNNING": "wait", "DONE": "good", "STOPPED": "off", "ok": "good",
     "degraded": "warn", "down": "bad",
 }  # fmt: skip
-"""How a state looks: the class of its label."""
+"""The CSS class of each state's label."""
 
 REASONS: Mapping[str, str] = {
-    "queued": "queued", "retry": "wait for a retry", "delayed": "delayed", "schedule": "wait for the schedule",
-    "batch": "wait for a full batch", "blocked": "behind others", "version": "need newer code",
+    "queued": "queued", "retry": "waiting for a retry", "delayed": "delayed", "schedule": "waiting for the schedule",
+    "batch": "waiting for a full batch", "blocked": "blocked", "version": "need newer code",
     "no_handler": "without a handler", "no_owner": "without a process", "paused": "paused",
-    "unavailable": "wait for a service", "rate": "held back by the rate", "concurrency": "wait for a free run",
+    "unavailable": "circuit breaker open", "rate": "rate-limited", "concurrency": "at the concurrency limit",
 }  # fmt: skip
 """Why notifications have not run (``admin.waiting()``), after their number."""
 
 NEEDS_HELP = ("version", "no_handler", "no_owner")
-"""The reasons that do not end by themselves."""
+"""The reasons that do not resolve without an operator."""
 
 WORST_FIRST: Sequence[str] = [str(state) for state in worst_first]
 """The states of a notification, the worst first."""
 
 SIGNS: Mapping[str, str] = {"good": "✓", "warn": "▲", "bad": "✕", "wait": "◔", "off": "○"}
-"""The sign of each look, because colour alone does not say enough."""
+"""The symbol of each look, so that meaning does not depend on colour alone."""
 
 TERMS: Mapping[str, str] = {
-    "event": "A fact that an action has recorded, in the same transaction as the rows of the application.",
-    "action": "A unit of work of the application: one transaction, with all of its events.",
-    "notification": "One event for one handler. A handler's work is a list of notifications.",
-    "handler": "A function of the application that reacts to events. Its name is stored in each notification.",
-    "fan-out": "The step that turns each new event into one notification for each handler.",
-    "waiting for fan-out": "Events that have no notifications yet. A healthy system fans an event out within a second.",
-    "due": "Notifications that a handler should handle now.",
-    "oldest due": "How long the first due notification has waited. A healthy handler keeps this short.",
-    "due later": "Notifications that are delayed, scheduled, or before their retry.",
-    "reason": "Why unfinished notifications have not run. Each has exactly one reason.",
-    "blocked": "Notifications behind an unfinished notification with the same ordering key.",
-    "dead letters": "DEAD and EXPIRED notifications: nothing happens to them until somebody retries or skips them.",
-    "parked key": "An ordering key whose first unfinished notification stands behind a dead letter. "
-    "Nothing of the key runs until somebody retries the dead letter or resumes the key.",
-    "ordering key": "Notifications of an ordered handler with the same key run one after the other.",
-    "fail share": "The share of runs that failed within the last 5 minutes.",
+    "event": "A fact, recorded in the same transaction as your application's rows.",
+    "action": "A unit of work that runs in one database transaction and may emit events.",
+    "notification": "One handler's copy of an event to handle.",
+    "handler": "A function or class that handles events. Its name is stored in each notification.",
+    "fan-out": "Creates one notification per event and subscribed handler.",
+    "waiting for fan-out": "Events that have no notifications yet. Normally, an event is fanned out within a second.",
+    "due": "Notifications that are ready to run now.",
+    "oldest due": "How long the oldest due notification has been waiting.",
+    "due later": "Notifications that are delayed, scheduled, or waiting for a retry.",
+    "reason": "Why an unfinished notification has not run. Each has exactly one reason.",
+    "blocked": "Notifications that wait for an earlier one with the same ordering key.",
+    "dead letters": "DEAD and EXPIRED notifications: they stay until someone retries or skips them.",
+    "parked key": "An ordering key that is blocked by a dead letter. "
+    "Its notifications wait until someone retries the dead letter or resumes the key.",
+    "ordering key": "Events with the same key run in sequence, for handlers with ordered=True.",
+    "failure rate": "The share of runs that failed within the last 5 minutes.",
     "succeeded": "Notifications that were handled, for each of the last 60 minutes.",
-    "duration": "How long a run takes: half of the runs of the last hour were faster than p50, 95 % than p95.",
-    "lag": "How long notifications wait between their due date and the start of the handler.",
-    "in flight": "Runs under way now, and how many all processes together allow.",
-    "holder": "The process that runs the handler. At any time, one process holds a handler or a partition.",
-    "lock": "The right to run a handler, a partition or fan-out. One process holds each lock.",
-    "partition": "A part of a handler that a process of its own can hold.",
-    "instance": "A process that runs fan-out or handlers, by its own report.",
-    "loop lag": "How late the event loop of the process is. Above 0.1 s, a handler blocks the process.",
+    "duration": "How long runs of the last hour took: median (p50) and 95th percentile (p95).",
+    "lag": "The time from due to the start of the run.",
+    "in flight": "Runs in progress, and the limit of all processes together.",
+    "holder": "The process that holds the lock of the handler or partition, and runs it.",
+    "lock": "Gives one process exclusive fan-out, or one handler or partition.",
+    "partition": "A part of a handler's notifications, which one process at a time handles.",
+    "instance": "A process that runs fan-out or handlers.",
+    "loop lag": "Delay of the process's event loop. Above 0.1 s, some call is blocking the loop.",
     "stuck": "Runs that ignore their cancellation after the handler's timeout.",
-    "paused": "Nobody runs the handler until somebody unpauses it. Its notifications wait.",
+    "paused": "The handler does not run until someone unpauses it. Its notifications wait.",
     "unroutable": "Notifications for a handler, or for a version of their event, that no process has.",
     "shard": "One of several databases of the outbox.",
-    "clock offset": "How far the clock of a machine is ahead of the clock of the database.",
-    "operation": "An order of an operator, with its progress: who ordered what, and why.",
+    "clock offset": "How far a machine's clock is ahead of the database clock.",
+    "operation": "A change by an operator, recorded with actor, origin and reason.",
     "attempts": "How often the handler has run for this notification.",
-    "job": "A function of the application that runs at set moments, once in the cluster for each moment.",
-    "next moment": "The next moment of the schedule of a job.",
-    "missed": "Moments of a job that passed without a run: no process ran, or a run took too long.",
-    "correlation": "An id that all events of one request share.",
-    "causation": "The event whose handler recorded this event.",
-    "sentinel": "The row of an action without events, which proves that the action has run.",
-    "hops": "The number of events before this event in a chain of causes.",
+    "job": "A function that runs once in the cluster at each time of its schedule.",
+    "next run": "The next scheduled time of a job.",
+    "missed": "Scheduled times without a run: no process was running, or an earlier run took too long.",
+    "correlation": "An id shared by everything that one request caused.",
+    "causation": "The event that caused this event.",
+    "sentinel": "The row that an action without events leaves in events.",
+    "hops": "The number of events before this one in the causal chain.",
 }
-"""All other words, in the order of the glossary."""
+"""All other terms, in the order of the glossary."""
 
 
 def explained(term: str) -> str:
-    """The sentence for a term or a state; the empty text for an unknown word."""
+    """Return the explanation of a term or state; empty if it is unknown."""
     return TERMS.get(term) or STATES.get(term, "")
 
 
-# --- facts as JSON --------------------------------------------------------------------------------
-#
-# Facts as JSON: the same facts as on the page, with exact numbers, and with moments in UTC.
+# --- facts as JSON, with exact numbers and times in UTC --------------------------------------------
 
 
 def as_json(facts: object) -> bytes:
-    """The facts as indented JSON.
+    """Return the facts as indented JSON.
 
-    - A moment is ISO 8601 in UTC: ``2026-01-31T02:41:00Z``. A duration is seconds.
-    - A number has all of its digits, also within a document of an event.
+    - A time is ISO 8601 in UTC: ``2026-01-31T02:41:00Z``. A duration is in seconds.
+    - A number keeps all of its digits, also within a document of an event.
     - A bounded count is an object with ``number`` and ``is_complete``.
-    - A lone surrogate, which JSON in UTF-8 cannot have, becomes its escape as text.
-    - A struct has all of its fields, or those that its class names in ``in_json``.
+    - A lone surrogate, which UTF-8 cannot encode, becomes its escape as text.
+    - A struct has all of its fields, or those that its class lists in ``in_json``.
     """
     return msgspec.json.format(msgspec.json.encode(_plain(facts)), indent=2) + b"\n"
 

@@ -1,7 +1,7 @@
 """The timeline of an event: emitted, fanned out, each attempt of each handler, and the events that it caused.
 
-The tables keep when an attempt ended, and for how long a failed attempt ran. Where they keep no run, the time between
-two ends is wait and run together, and is called so. Pure functions.
+The tables store when an attempt ended, and how long a failed attempt ran. Other steps show the time since the previous
+one, which includes both wait and run. All functions are pure.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from outboxio.model.notification import State
 from outboxio.model.operating.operation import StoredEvent
 
 _SAME = timedelta(seconds=1)
-"""Notifications of one round of fan-out are so close."""
+"""Notifications created within this time belong to one round of fan-out."""
 _ENDS = {State.DEAD, State.EXPIRED, State.SUCCEEDED, State.SKIPPED}
 
 
 class Step(Struct, frozen=True, kw_only=True):
-    """What happened at a time."""
+    """A step of the timeline."""
 
     time: datetime | None
     """``None`` for attempts whose errors are no longer kept."""
@@ -38,11 +38,11 @@ class Step(Struct, frozen=True, kw_only=True):
     event_id: UUID | None = None
     """A caused event."""
     is_ahead: bool = False
-    """True for what is planned."""
+    """True for a planned step."""
 
 
 class Caused(Struct, frozen=True, kw_only=True):
-    """An event that the event has caused."""
+    """An event caused by this one."""
 
     event_id: UUID
     event_type: str | None
@@ -51,7 +51,7 @@ class Caused(Struct, frozen=True, kw_only=True):
 
 
 def steps_of(event: StoredEvent, deliveries: Sequence[Delivery], caused: Iterable[Caused], now: datetime) -> list[Step]:
-    """The steps in the order of time; what is planned comes last."""
+    """Return the steps in chronological order; planned steps come last."""
     start = event.event_date
     steps = [Step(time=start, after=0.0, what="emitted", detail=f"by {event.action_name}", look="good")]
     if event.available_at is not None:
@@ -77,7 +77,7 @@ def _step(
 
 
 def _fanned_out(start: datetime, deliveries: Sequence[Delivery]) -> list[Step]:
-    """A step for each round of fan-out: a handler that was added later got the event by a backfill."""
+    """Return a step for each round of fan-out. A handler added later got the event from a backfill."""
     rounds: list[list[Delivery]] = []
     for delivery in sorted(deliveries, key=lambda one: one.created_date):
         if rounds and delivery.created_date - rounds[-1][0].created_date < _SAME:
@@ -92,7 +92,7 @@ def _fanned_out(start: datetime, deliveries: Sequence[Delivery]) -> list[Step]:
 
 
 def _runs(start: datetime, one: Delivery) -> list[Step]:
-    """The attempts of a handler, the end, and what is planned."""
+    """Return the attempts of a handler, the end, and what is planned."""
     name, last, since = one.handler_name, one.created_date, "fan-out"
     steps: list[Step] = []
     errors = one.errors[::-1]  # the oldest first
@@ -108,9 +108,9 @@ def _runs(start: datetime, one: Delivery) -> list[Step]:
         if not isinstance(time, datetime):
             continue
         ends = error is errors[-1] and one.state in (State.DEAD, State.EXPIRED) and attempt == one.attempts
-        told = f"attempt {attempt} failed" if attempt is not None else "failed"
+        text = f"attempt {attempt} failed" if attempt is not None else "failed"
         steps.append(_step(
-            start, time, f"{told}, {one.state}" if ends else told,
+            start, time, f"{text}, {one.state}" if ends else text,
             _detail(str(error["type"]), last, time, since, cast("float | None", error["ran"])),
             "bad" if ends else "warn", handler=name,
         ))  # fmt: skip
@@ -129,7 +129,7 @@ def _runs(start: datetime, one: Delivery) -> list[Step]:
 
 
 def _detail(text: str, before: datetime, time: datetime, since: str, ran: float | None = None) -> str:
-    """The wait and the run, or the time since the end before: wait and run together."""
+    """Describe the wait and the run, or the time since the previous step."""
     together = max(0.0, (time - before).total_seconds())
     if ran is None:
         parts = [text, f"{duration(together)} after {since}" if since else ""]
@@ -139,20 +139,20 @@ def _detail(text: str, before: datetime, time: datetime, since: str, ran: float 
     return ", ".join(part for part in parts if part)
 
 
-# --- the same as a picture ------------------------------------------------------------------------
+# --- the timeline as an image ------------------------------------------------------------------------
 
 WIDTH, HEIGHT, MARK = 1000, 14, 8
 
 
 class Lane(Struct, frozen=True):
-    """The line of a handler, for eyes only: the list of steps says the same."""
+    """The line of a handler. It is hidden from screen readers, because the list of steps has the same content."""
 
     handler: str
     picture: Markup
 
 
 def lanes_of(steps: Sequence[Step], deliveries: Sequence[Delivery]) -> list[Lane]:
-    """A lane for each handler, from fan-out to its last step; all lanes have the same scale."""
+    """Return a lane for each handler, from fan-out to its last step, all with the same scale."""
     known = [step for step in steps if step.after is not None and not step.is_ahead]
     longest = max((step.after or 0.0 for step in known), default=0.0)
     if not longest:
@@ -170,8 +170,8 @@ def lanes_of(steps: Sequence[Step], deliveries: Sequence[Delivery]) -> list[Lane
 
 
 def _rect(name: str, begin: float, end: float) -> str:
-    room = WIDTH - MARK
-    return f'<rect class="{name}" x="{begin * room:.1f}" y="5" width="{(end - begin) * room + MARK:.1f}" height="4"/>'
+    width = WIDTH - MARK
+    return f'<rect class="{name}" x="{begin * width:.1f}" y="5" width="{(end - begin) * width + MARK:.1f}" height="4"/>'
 
 
 def _mark(look: str, at: float) -> str:

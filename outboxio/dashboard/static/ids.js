@@ -1,9 +1,9 @@
-// Copies ids, and leads to the search box. Every page works without this script.
+// Copies ids, and focuses the search box. Every page works without this script.
 "use strict";
 (() => {
-  // --- ids are copied ----------------------------------------------------------------------------
+  // --- copy ids ---------------------------------------------------------------------------------
   document.documentElement.classList.add("scripted"); // shows the buttons
-  const told = document.querySelector("[data-told]");
+  const announcer = document.querySelector("[data-announcer]");
   const copied = async (text) => {
     if (navigator.clipboard) return navigator.clipboard.writeText(text);
     const field = document.createElement("textarea"); // on a page without HTTPS
@@ -19,11 +19,11 @@
     await copied(button.dataset.copy);
     button.focus();
     button.classList.add("done");
-    told.textContent = `copied ${button.dataset.copy}`;
+    announcer.textContent = `copied ${button.dataset.copy}`;
     setTimeout(() => button.classList.remove("done"), 1500);
   });
 
-  // --- the key / leads to the search ---------------------------------------------------------------
+  // --- / focuses the search ---------------------------------------------------------------
   addEventListener("keydown", (event) => {
     if (event.key !== "/" || event.ctrlKey || event.metaKey || event.altKey) return;
     if (event.target.closest("input, select, textarea")) return;

@@ -1,4 +1,4 @@
-// Refreshes <main> in place, and counts ticked boxes. Every page works without this script.
+// Refreshes <main> in place, and counts checked boxes. Every page works without this script.
 "use strict";
 (() => {
   const main = document.getElementById("main");
@@ -7,23 +7,23 @@
   const paused = form.querySelector("[data-paused]");
   const state = form.querySelector("[data-state]");
 
-  // --- what is kept in this browser, for all pages ---------------------------------------------
+  // --- settings stored in this browser, for all pages ---------------------------------------------
   const stored = (name, value) => {
     try {
       return value === undefined ? localStorage.getItem(name) : localStorage.setItem(name, value);
     } catch {
-      return null; // the browser keeps nothing: each page begins with the default
+      return null; // storage is disabled: each page starts with the defaults
     }
   };
 
-  // --- an order is told once: a reload of the page does not tell it again ------------------------
+  // --- show the result of an operation once, not again after a reload ----------------------------
   const address = new URL(location.href);
   if (address.searchParams.has("did")) {
     address.searchParams.delete("did");
     history.replaceState(history.state, "", address);
   }
 
-  // --- ticked boxes ----------------------------------------------------------------------------
+  // --- checked boxes ----------------------------------------------------------------------------
   const boxes = (holder) => [...holder.querySelectorAll('input[type="checkbox"][data-one]')];
   const count = () => {
     for (const holder of main.querySelectorAll("[data-select]")) {
@@ -46,7 +46,7 @@
     if (holder) count();
   });
 
-  // --- the morph: change the old nodes into the new nodes, and keep what the user has done --------
+  // --- the morph: turn the old nodes into the new nodes, and keep user input --------
   // getAttribute: form.id would be the field with the name "id".
   const key = (node) => (node.nodeType === 1 ? node.getAttribute("id") || node.dataset.key || "" : "");
   const fits = (old, fresh) => old.nodeName === fresh.nodeName && key(old) === key(fresh);
@@ -69,10 +69,10 @@
     }
     attributes(old, fresh);
     const known = new Map([...old.childNodes].filter(key).map((node) => [key(node), node]));
-    const wanted = new Set([...fresh.childNodes].map(key).filter(Boolean));
+    const freshKeys = new Set([...fresh.childNodes].map(key).filter(Boolean));
     let next = old.firstChild;
     for (const child of [...fresh.childNodes]) {
-      while (next && key(next) && !wanted.has(key(next))) {
+      while (next && key(next) && !freshKeys.has(key(next))) {
         const gone = next;
         next = next.nextSibling;
         gone.remove();
@@ -103,14 +103,14 @@
     const answer = await fetch(location.href, { headers: { accept: "text/html" }, cache: "no-store" });
     const page = new DOMParser().parseFromString(await answer.text(), "text/html");
     const fresh = page.getElementById("main");
-    if (!fresh || answer.redirected) throw new Error(`the answer is ${answer.status}: reload the page`);
+    if (!fresh || answer.redirected) throw new Error(`status ${answer.status}, reload the page`);
     if (paused.checked || pressed) return;
     const focused = document.activeElement;
     morph(main, fresh);
     if (focused !== document.activeElement && focused.isConnected) focused.focus({ preventScroll: true });
     document.title = page.title;
     count();
-    say(`read at ${time()}`);
+    say(`updated at ${time()}`);
   };
   const wait = () => {
     clearTimeout(timer);
@@ -121,7 +121,7 @@
       try {
         await refresh();
       } catch (error) {
-        say(`no answer at ${time()}: ${error.message}`);
+        say(`refresh failed at ${time()}: ${error.message}`);
       }
     }
     wait();

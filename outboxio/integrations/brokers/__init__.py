@@ -1,7 +1,8 @@
-"""What relays and inboxes of all brokers share: messages, their layouts on the wire, and the rules of sending.
+"""What the relays and inboxes of all brokers share: messages, wire formats, and the rules for sending.
 
-A module of a broker, such as ``outboxio.integrations.nats``, has a relay and an inbox, which call its client. For NATS
-and Kafka, ``nats_client`` and ``kafka_client`` here are what is between the two; nothing else here knows a client.
+Each broker has a module with a relay and an inbox, such as ``outboxio.integrations.nats``, which calls the broker's
+client library. For NATS and Kafka, ``nats_client`` and ``kafka_client`` wrap the library; no other module in this
+package depends on a client library.
 """
 
 from outboxio.integrations.brokers.inbox import BrokerInbox, Incoming, incoming_of

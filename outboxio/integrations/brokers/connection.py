@@ -1,7 +1,7 @@
 """The connection of a relay or an inbox to its broker.
 
-A connection ends with its socket, and the relay or inbox connects again. The clients could reconnect in the background,
-which is switched off: messages would wait in memory and leave later, out of order.
+The relay or inbox reconnects when its socket closes. Background reconnection of the clients is switched off, because
+messages would wait in memory and be sent later, out of order.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from outboxio.support.text import briefly, without_passwords
 CONNECT_TIMEOUT = 5.0  # seconds, for all addresses together
 
 
-class Connection:
-    """An address, and the client that is connected to it; or the client that the application gave, and closes.
+class BrokerConnection:
+    """A client for an address, or a client that your application passes in and closes itself.
 
-    ``options`` are the keywords with which the client is made, and ``name`` names the relay or inbox in errors.
+    ``options`` are the keyword arguments of the client; ``name`` identifies the relay or inbox in errors.
     """
 
     broker: ClassVar[str]
@@ -33,14 +33,16 @@ class Connection:
         if not server:
             raise ConfigurationError(f"{self.argument} is {briefly(server)}; expected a URL such as {self.url!r}")
         if self.is_given and options:
-            raise ConfigurationError(f"connect={briefly(sorted(options))} beside a {self.client_name}: give a URL")
+            raise ConfigurationError(
+                f"connect={briefly(sorted(options))} cannot be combined with a {self.client_name}: pass a URL"
+            )
         self.server = server
         self.options = options or {}
         self.name = name
 
     def reason(self, error: BaseException | None = None) -> str:
-        """Why the broker cannot be used, in a sentence without passwords."""
+        """Return why the broker cannot be used, in a sentence without passwords."""
         servers = [self.server] if isinstance(self.server, str) else self.server
-        where = f"the given {self.client_name}" if self.is_given else ", ".join(map(str, servers))
+        where = f"your {self.client_name}" if self.is_given else ", ".join(map(str, servers))
         problem = "the connection is closed" if error is None else f"{type_name(error)}: {error}"
         return without_passwords(f"{self.name} has no connection to {self.broker} ({where}): {problem}")

@@ -1,7 +1,7 @@
-"""Inboxes of brokers: receive messages, store these in one transaction, commit, and only then acknowledge.
+"""Broker inboxes: receive messages, store them in one transaction, commit, and only then acknowledge.
 
-A process that dies between the commit and the acknowledgement gets the messages again, and the inbox knows their ids.
-A message is a CloudEvent in either mode, or has Debezium's layout, or is plain JSON.
+If a process dies between the commit and the acknowledgement, the messages are redelivered and deduplicated by id.
+A message is a CloudEvent (binary or structured mode), a Debezium message, or plain JSON.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from msgspec import Struct
 from outboxio.errors import ConfigurationError, InvalidEvent
 from outboxio.handlers.options import LARGEST_BATCH
 from outboxio.integrations.brokers.message import VERSION
-from outboxio.support.aio import over, to_the_end
+from outboxio.support.aio import run_to_completion, wait_done
 from outboxio.support.duration import pause_after
 from outboxio.support.log import log_of, type_name
 from outboxio.support.text import briefly
@@ -32,19 +32,19 @@ logger = log_of(__name__)
 
 WAIT = 0.5  # seconds that a fetch waits for the first message
 ANSWER = 5.0  # seconds that the broker may take beyond that
-LONGEST_PAUSE = 30.0  # seconds between two tries, while the broker or the database is away
+LONGEST_PAUSE = 30.0  # seconds between two attempts while the broker or the database is unavailable
 _PREFIXES = ("ce-", "ce_", "cloudevents:", "cloudevents_")
 _TRACE = ("traceparent", "tracestate")
 _OF_DEBEZIUM = {"id": "id", "source": "ce_source", "type": "ce_type", "correlationid": "correlation_id"}
-"""The attributes of CloudEvents, with the headers that Debezium's layout has for them."""
+"""CloudEvents attributes, and the headers that hold them in Debezium's format."""
 
 
 class Incoming(Struct, kw_only=True):
-    """A message of a broker.
+    """A message received from a broker.
 
-    ``payload`` is JSON text. ``key`` is the ordering key. ``headers`` are the headers of the trace. ``raw`` is the
-    message of the client, with which the inbox acknowledges. ``flaw`` is set if the message can never be stored; then
-    the other parts have no meaning.
+    ``payload`` is JSON text, ``key`` the ordering key, ``headers`` the trace headers, and ``raw`` the client library's
+    message, which is needed to acknowledge it. ``flaw`` is set if the message can never be stored; the other fields
+    are then meaningless.
     """
 
     id: str = ""
@@ -56,12 +56,12 @@ class Incoming(Struct, kw_only=True):
     correlation_id: str | None = None
     headers: Mapping[str, str] | None = None
     place: str = ""
-    """The place of the message in the broker, for the log."""
+    """The position of the message in the broker, for log records."""
     raw: Any = None
     flaw: InvalidEvent | None = None
 
     def parts(self, topic: str | None) -> dict[str, Any]:
-        """The keywords of ``outbox.inbox.receive``."""
+        """Return the keywords of ``outbox.inbox.receive``."""
         return {
             "source": self.source,
             "external_id": self.id,
@@ -76,7 +76,7 @@ class Incoming(Struct, kw_only=True):
 
 
 class Fallback(Struct, frozen=True, kw_only=True):
-    """The parts of a message that names none: ``id`` is the message's place in the broker, such as a number."""
+    """Defaults for a message without these attributes. ``id`` is the message's position in the broker."""
 
     id: str
     source: str
@@ -84,10 +84,11 @@ class Fallback(Struct, frozen=True, kw_only=True):
 
 
 class InboxOptions(TypedDict, total=False):
-    """The keywords that the inboxes of all brokers have.
+    """The options that the inboxes of all brokers share.
 
-    ``source`` and ``type``: of messages that name none. ``topic``: the topic of the stored events. ``batch``: the most
-    messages of a transaction, and in memory; 500 by default. ``shard``: where the messages are stored.
+    ``source`` and ``type``: defaults for messages without these attributes. ``topic``: the topic of the stored events.
+    ``batch``: the maximum number of messages in a transaction and in memory, 500 by default. ``shard``: the shard that
+    stores the messages.
     """
 
     source: str | None
@@ -98,7 +99,7 @@ class InboxOptions(TypedDict, total=False):
 
 
 class BrokerInbox(ABC):
-    """Stores the messages of a broker in the inbox of an outbox. Subclasses know the client of one broker.
+    """Stores messages from a broker in the inbox of an outbox. Each subclass supports one broker.
 
     A subclass implements :meth:`connect`, :meth:`disconnect`, :meth:`fetch`, :meth:`acknowledge` and :meth:`refuse`.
     Use an inbox inside ``outbox.running()``::
@@ -106,12 +107,12 @@ class BrokerInbox(ABC):
         async with outbox.running(), NatsInbox(outbox, url, stream="WALLETS", durable="audit").running():
             ...
 
-    At most ``batch`` messages are in memory. While the database is away, the inbox keeps these and fetches no more.
-    While the broker is away, the inbox connects again, after 0.1 s to 30 s.
+    At most ``batch`` messages are in memory. While the database is unavailable, the inbox keeps them and fetches no
+    more. If the connection to the broker is lost, the inbox reconnects with a backoff of 0.1 s to 30 s.
     """
 
     place: str
-    """The stream, topics or queue that messages come from, for log entries."""
+    """The stream, topics or queue that messages come from, for log records."""
 
     def __init__(
         self,
@@ -123,7 +124,7 @@ class BrokerInbox(ABC):
         batch: int = 500,
         shard: str | None = None,
     ) -> None:
-        """``source`` and ``type``: of messages that name none. ``topic``: the topic of the stored events."""
+        """See :class:`InboxOptions`."""
         if not isinstance(batch, int) or isinstance(batch, bool) or not 1 <= batch <= LARGEST_BATCH:  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not be typed
             raise ConfigurationError(f"batch is {briefly(batch)}; expected a whole number from 1 to {LARGEST_BATCH}")
         self.batch = batch
@@ -131,49 +132,49 @@ class BrokerInbox(ABC):
         self.type = type
         self.topic = topic
         self.received = 0
-        """How many messages were stored, without duplicates."""
+        """Number of stored messages, without duplicates."""
         self.duplicates = 0
-        """How many messages came again, or under the id of a different message (``outbox.inbox.conflicts``)."""
+        """Number of redelivered messages, and of messages that reuse another's id (``outbox.inbox.conflicts``)."""
         self.refused = 0
-        """How many messages went to the broker's dead letters."""
+        """Number of messages rejected to the broker's dead letters."""
         self.stopping = asyncio.Event()
-        """Is set when the application leaves :meth:`running`."""
+        """Set when the block of :meth:`running` ends."""
         self._outbox = outbox
         self._shard = shard
         self._is_running = False
         self._is_open = False
-        """True from the begin of :meth:`connect` to :meth:`disconnect`."""
+        """True from the start of :meth:`connect` until :meth:`disconnect`."""
 
     def fallback(self, id: str, source: str, type: str | None = None) -> Fallback:
-        """The parts of a message that names none. The ``source`` and the ``type`` of the inbox take precedence."""
+        """Return the defaults for a message. The ``source`` and ``type`` of the inbox take precedence."""
         return Fallback(id=id, source=self.source or source, type=self.type or type)
 
     @abstractmethod
     async def connect(self) -> None:
-        """Connect, and subscribe. Any error is logged, and the inbox connects again."""
+        """Connect and subscribe. Errors are logged, and the inbox reconnects."""
 
     @abstractmethod
     async def disconnect(self) -> None:
-        """Close a connection, also a half-open one. Unacknowledged messages come again.
+        """Close the connection, even if half-open. Unacknowledged messages are redelivered.
 
-        A client that the application gave stays open; only its subscriptions end.
+        A client of your application stays open; only its subscriptions end.
         """
 
     @abstractmethod
     async def fetch(self, most: int) -> Sequence[Incoming]:
-        """The next messages, at most ``most``, in order. Waits at most 1 s for the first message."""
+        """Return the next messages in order, at most ``most``. Waits at most 1 s for the first one."""
 
     @abstractmethod
     async def acknowledge(self, messages: Sequence[Incoming]) -> None:
-        """Tell the broker that messages are stored, in the order in which they came."""
+        """Acknowledge stored messages, in the order in which they were received."""
 
     @abstractmethod
     async def refuse(self, message: Incoming, error: InvalidEvent) -> None:
-        """Give a message that can never be stored to the broker's dead letters. The message must not come again."""
+        """Move a message that can never be stored to the broker's dead letters. It must not be redelivered."""
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
-        """Receive messages while the block runs. The end of the block waits for the messages in hand.
+        """Receive messages while the block runs. At its end, wait until the fetched messages are settled.
 
         Example::
 
@@ -181,7 +182,7 @@ class BrokerInbox(ABC):
                 await stop.wait()
         """
         if self._is_running:
-            raise ConfigurationError(f"the inbox of {self.place} is running; enter running() once")
+            raise ConfigurationError(f"the inbox of {self.place} is already running; enter running() only once")
         self._is_running = True
         self.stopping.clear()
         receiving = asyncio.create_task(self._run(), name=f"outboxio inbox {self.place}")
@@ -189,7 +190,7 @@ class BrokerInbox(ABC):
             yield
         finally:
             self.stopping.set()
-            cancelled = await over(receiving, lambda: _cancel(receiving))
+            cancelled = await wait_done(receiving, lambda: _cancel(receiving))
             self._is_running = False
             if cancelled is not None:
                 raise cancelled
@@ -206,18 +207,18 @@ class BrokerInbox(ABC):
                     failures += 1
                     pause = pause_after(failures, longest=LONGEST_PAUSE)
                     logger.warning(
-                        "the inbox of %s has lost its broker, and connects again in %.1f s: %s: %s",
+                        "inbox of %s: connection to the broker lost; reconnecting in %.1f s: %s: %s",
                         self.place, pause, type_name(error), error,
                     )  # fmt: skip
                     await self._leave()
-                    await self._rest(pause)
+                    await self._sleep(pause)
                 else:
                     failures = 0
         finally:
-            await to_the_end(self._leave())
+            await run_to_completion(self._leave())
 
     async def _round(self) -> None:
-        """Fetch messages, store these, and acknowledge."""
+        """Fetch, store and acknowledge a batch."""
         if not self._is_open:
             self._is_open = True
             await self.connect()
@@ -226,7 +227,7 @@ class BrokerInbox(ABC):
             await self._settle(messages)
 
     async def _store(self, messages: Sequence[Incoming]) -> bool:
-        """Store messages, however long the database is away. False if the application leaves meanwhile."""
+        """Store messages, retrying until the database is available. False if the inbox is stopped first."""
         sound = [message for message in messages if message.flaw is None]
         failures = 0
         while sound:
@@ -239,49 +240,49 @@ class BrokerInbox(ABC):
                 failures += 1
                 pause = pause_after(failures, longest=LONGEST_PAUSE)
                 logger.warning(
-                    "the inbox of %s cannot store %d messages, and tries again in %.1f s: %s: %s",
+                    "inbox of %s: could not store %d messages; retrying in %.1f s: %s: %s",
                     self.place, len(sound), pause, type_name(error), error,
                 )  # fmt: skip
-                await self._rest(pause)
+                await self._sleep(pause)
                 if self.stopping.is_set():
                     return False
         else:
             return True
-        for message, verdict in zip(sound, stored, strict=True):
-            if isinstance(verdict, InvalidEvent):
-                message.flaw = verdict
-            elif verdict == "RECEIVED":  # outboxio.inbox lies above this package
+        for message, result in zip(sound, stored, strict=True):
+            if isinstance(result, InvalidEvent):
+                message.flaw = result
+            elif result == "RECEIVED":  # outboxio.inbox lies above this package
                 self.received += 1
             else:
                 self.duplicates += 1
         return True
 
     async def _settle(self, messages: Sequence[Incoming]) -> None:
-        """Acknowledge stored messages, and give the others to the broker's dead letters."""
+        """Acknowledge stored messages, and move the others to the broker's dead letters."""
         stored = [message for message in messages if message.flaw is None]
         if stored:
             await self.acknowledge(stored)
         for message in messages:
             if message.flaw is not None:
                 logger.error(
-                    "the inbox of %s refuses message %s, which cannot be stored: %s",
+                    "inbox of %s: rejected message %s, which can never be stored: %s",
                     self.place, message.place, message.flaw.without_value,
                 )  # fmt: skip
                 await self.refuse(message, message.flaw)
                 self.refused += 1
 
     async def _leave(self) -> None:
-        """Close the connection. An error of a connection that is gone anyway is logged."""
+        """Close the connection; errors are logged only."""
         if not self._is_open:
             return
         self._is_open = False
         try:
             await self.disconnect()
         except Exception as error:
-            logger.info("the inbox of %s could not close its connection: %r", self.place, error)
+            logger.info("inbox of %s: error while closing the connection: %r", self.place, error)
 
-    async def _rest(self, seconds: float) -> None:
-        """Wait, or until the application leaves."""
+    async def _sleep(self, seconds: float) -> None:
+        """Sleep, at most until the block of :meth:`running` ends."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self.stopping.wait()
@@ -295,7 +296,7 @@ _Name = Annotated[str, msgspec.Meta(min_length=1)]
 
 
 class _Document(Struct, kw_only=True):
-    """A CloudEvent as one JSON document. Attributes without a meaning for the inbox are left out."""
+    """A CloudEvent in structured mode, with the attributes that the inbox uses."""
 
     id: _Name
     source: _Name
@@ -322,10 +323,11 @@ def incoming_of(
     escaped: bool = False,
     raw: Any = None,
 ) -> Incoming:
-    """Read a message. A message that can never be stored has a ``flaw``; nothing is raised.
+    """Parse a message. If it can never be stored, its ``flaw`` is set; nothing is raised.
 
-    ``content_type`` is the content type that the broker reports, if not in a header. ``key`` is the key of the broker's
-    record; without one the attribute ``partitionkey`` counts. ``escaped``: header values are percent-encoded.
+    ``content_type`` is the content type, if the broker does not report it in a header. ``key`` is the key of the
+    broker's record; without one, the attribute ``partitionkey`` is used. ``escaped``: header values are
+    percent-encoded.
 
     Example::
 
@@ -349,7 +351,7 @@ def incoming_of(
 
 
 def _attributes(headers: Mapping[str, str], *, escaped: bool) -> dict[str, Any]:
-    """The attributes that headers have, in one of the layouts; of plain JSON the trace alone."""
+    """Return the attributes in the headers, in one of the supported formats; for plain JSON only the trace headers."""
     prefix = next((prefix for prefix in _PREFIXES if f"{prefix}id" in headers), None)
     if prefix is not None:
         start = len(prefix)
@@ -363,14 +365,14 @@ def _attributes(headers: Mapping[str, str], *, escaped: bool) -> dict[str, Any]:
 
 
 def _document(kind: str, body: bytes) -> tuple[dict[str, Any], bytes]:
-    """The attributes and the data of a CloudEvent in JSON."""
+    """Return the attributes and the data of a CloudEvent in JSON."""
     if "json" not in kind:
         raise InvalidEvent("the message", f"its content type is {briefly(kind)}; expected application/cloudevents+json")
     try:
         document = _decode_document(body)
         data = bytes(document.data) if document.data_base64 is None else base64.b64decode(document.data_base64)
     except (msgspec.DecodeError, UnicodeError, ValueError) as error:
-        raise InvalidEvent("the message", f"it is no CloudEvent in JSON: {error}") from None
+        raise InvalidEvent("the message", f"it is not a CloudEvent in JSON: {error}") from None
     return msgspec.structs.asdict(document), data
 
 
@@ -380,7 +382,7 @@ def _event(attributes: Mapping[str, Any], payload: bytes, fallback: Fallback) ->
     if not type:
         raise InvalidEvent(
             f"message {fallback.id!r} of {fallback.source!r}",
-            "it names no event type: send the attribute 'type' of CloudEvents, or give the inbox type=",
+            "it has no event type: set the CloudEvents attribute 'type', or pass type= to the inbox",
         )
     return Incoming(
         id=id,
@@ -394,10 +396,10 @@ def _event(attributes: Mapping[str, Any], payload: bytes, fallback: Fallback) ->
     )
 
 
-def _version(given: str | int | None, id: str) -> int:
-    if given is None:
+def _version(value: str | int | None, id: str) -> int:
+    if value is None:
         return 1
     try:
-        return int(given)
+        return int(value)
     except ValueError:
-        raise InvalidEvent(f"message {id!r}", f"its {VERSION} is {briefly(given)}; expected a whole number") from None
+        raise InvalidEvent(f"message {id!r}", f"its {VERSION} is {briefly(value)}; expected a whole number") from None

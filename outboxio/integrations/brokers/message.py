@@ -33,11 +33,10 @@ class Message(Struct, frozen=True, kw_only=True, gc=False):
 
     ``id`` is the event's id, and so the same for every attempt; readers and brokers remove duplicates by ``id`` and
     ``source``. ``source`` is ``/<namespace>``. ``subject`` is the ``model_id``. Messages with the same ``key`` keep
-    their order, as far as the broker keeps an order: the ordering key, else the ``model_id``, else the event's id. A
-    relay without ``ordered=True`` does not know the ordering key.
-    ``time`` is naive UTC. ``data`` is the stored JSON of the event. ``attributes`` has these names, if the event has
-    such values: ``partitionkey``, ``correlationid``, ``causationid``, ``modeltype``, ``eventversion``,
-    ``traceparent``, ``tracestate``.
+    their order if the broker preserves it: the key is the ordering key (only with ``ordered=True``), else the
+    ``model_id``, else the event's id. ``time`` is naive UTC. ``data`` is the stored JSON of the event. ``attributes``
+    has those of the following that the event has: ``partitionkey``, ``correlationid``, ``causationid``,
+    ``modeltype``, ``eventversion``, ``traceparent``, ``tracestate``.
     """
 
     id: str
@@ -59,7 +58,7 @@ class Message(Struct, frozen=True, kw_only=True, gc=False):
 
 
 def message_of(envelope: EventEnvelope[Any]) -> Message:
-    """The message for an event.
+    """Return the message for an event.
 
     Example::
 
@@ -98,9 +97,9 @@ def message_of(envelope: EventEnvelope[Any]) -> Message:
 
 
 class Wire(Struct, frozen=True, gc=False):
-    """A message as a broker carries it.
+    """A message in the form that a broker stores.
 
-    ``destination`` is the topic, subject or stream that the layout asks for; ``None`` leaves the choice to the relay.
+    ``destination`` is the topic, subject or stream that the layout requires; ``None`` leaves the choice to the relay.
     """
 
     headers: dict[str, str]
@@ -110,16 +109,16 @@ class Wire(Struct, frozen=True, gc=False):
 
 
 Encode = Callable[[Message], Wire]
-"""Makes the wire form of a message. Raises :class:`~outboxio.Unprocessable` if the layout cannot hold the message."""
+"""Converts a message to its wire form. Raises :class:`~outboxio.Unprocessable` if the layout cannot represent it."""
 
 Escape = Callable[[str], str]
 
 
 def wire_format(name: str, *, prefix: str, escape: Escape = str, fit: Escape = str) -> Encode:
-    """The layout of a name; :class:`ConfigurationError` for an unknown name.
+    """Return the layout with this name. Raises :class:`ConfigurationError` for an unknown name.
 
-    ``prefix`` goes before the attributes of CloudEvents in binary mode. ``escape`` makes a value fit for a header,
-    and ``fit`` for a part of a destination.
+    ``prefix`` goes before the attributes of CloudEvents in binary mode. ``escape`` makes a value valid in a header, and
+    ``fit`` in a part of a destination.
     """
     if name == "cloudevents":
         return _binary(prefix, escape)
@@ -132,7 +131,7 @@ def wire_format(name: str, *, prefix: str, escape: Escape = str, fit: Escape = s
 
 
 def percent_encoded(value: str) -> str:
-    """A value for a header that takes visible ASCII only, encoded as the HTTP binding of CloudEvents says."""
+    """Encode a value for a header that allows only visible ASCII, as in the HTTP binding of CloudEvents."""
     return value if _is_plain(value) else _ODD.sub(_as_percents, value)
 
 
@@ -145,7 +144,7 @@ def _as_percents(odd: re.Match[str]) -> str:
 
 
 def rfc3339(time: datetime) -> str:
-    """A time in naive UTC, as in ``2026-01-31T12:00:00.000000Z``."""
+    """Format a time in naive UTC, as in ``2026-01-31T12:00:00.000000Z``."""
     return f"{time.isoformat()}Z"
 
 
@@ -191,8 +190,8 @@ def _debezium(escape: Escape, fit: Escape) -> Encode:
     def encode(message: Message) -> Wire:
         if message.model_type is None:
             raise Unprocessable(
-                f"event {message.id} of type {message.type!r} has no model type, and format='debezium' names the "
-                "destination by the model type: emit the event with model= or model_type=, or choose another format"
+                f"event {message.id} of type {message.type!r} has no model type, but format='debezium' derives the "
+                "destination from the model type: emit the event with model= or model_type=, or choose another format"
             )
         headers = {"id": message.id, "ce_type": escape(message.type), "ce_source": escape(message.namespace)}
         for header, attribute in (("correlation_id", "correlationid"), ("causation_id", "causationid")):
@@ -216,7 +215,7 @@ class Template:
     """The destination of each message: a text with fields in braces.
 
     The fields are ``{event_type}``, ``{model_type}``, ``{model_id}``, ``{namespace}`` and ``{key}``. ``fit`` makes the
-    value of a field fit for the broker's names, and ``fit_whole`` does so for a destination with such values. Raises
+    value of a field valid in the broker's names, and ``fit_whole`` does so for the whole destination. Raises
     :class:`ConfigurationError`, which names ``option``, for a text that is empty, has an unknown field, a conversion or
     a format, or braces that do not close.
 
@@ -248,11 +247,11 @@ class Template:
         return not self.fields
 
     def example(self) -> str:
-        """The destination with ``x`` in each field, to see what the text around the fields makes."""
+        """Return the destination with ``x`` in each field, to check the text around the fields."""
         return "".join(literal + ("x" if field is not None else "") for literal, field in self._parts)
 
     def __call__(self, message: Message) -> str:
-        """The destination of a message; :class:`Unprocessable` if the message lacks the value of a field."""
+        """Return the destination of a message; :class:`Unprocessable` if the message lacks the value of a field."""
         if self._constant is not None:
             return self._constant
         if self._by_type is None:
@@ -274,7 +273,7 @@ class Template:
                 if not value:
                     raise Unprocessable(
                         f"event {message.id} of type {message.type!r} has no {field}, which {self._option}="
-                        f"{self.text!r} needs: emit the event with {_REMEDY.get(field, field)}=, or change the template"
+                        f"{self.text!r} needs: emit it with {_KEYWORDS.get(field, field)}=, or change the template"
                     )
                 filled.append(self._fit(value))
         return self._fit_whole("".join(filled))
@@ -287,7 +286,7 @@ class Template:
         try:
             parts = list(string.Formatter().parse(text))
         except ValueError as error:
-            raise ConfigurationError(f"{self._option}={text!r} cannot be read: {error}") from None
+            raise ConfigurationError(f"{self._option}={text!r} is not a valid template: {error}") from None
         for _, field, layout, conversion in parts:
             if field is not None and field not in _FIELDS:
                 raise ConfigurationError(
@@ -301,4 +300,4 @@ class Template:
 
 
 _MOST_KNOWN = 1000
-_REMEDY = {"model_type": "model_type", "model_id": "model_id", "key": "ordering_key"}
+_KEYWORDS = {"model_type": "model_type", "model_id": "model_id", "key": "ordering_key"}

@@ -1,11 +1,11 @@
-"""A connection to NATS, and the messages that are published on it together.
+"""A connection to NATS, and publishing several messages on it at once.
 
-Anyone who receives a message may reply to it, for example a service of core NATS that listens on the same subject. So
-only a reply in the form of JetStream counts, and the stream that it names must be there and take the subject. Every
-other reply is ignored. The subjects of a stream are read once for each connection.
+Anyone who receives a message may reply to it, for example a core NATS service that subscribes to the same subject. So
+a reply is accepted only in JetStream's format, from a stream that exists and matches the subject. All other replies
+are ignored. The subjects of a stream are read once per connection.
 
-The ``publish_async`` of nats-py 2.16 makes a future for each message, and an error that JetStream answers with never
-reaches the future: it is raised where the answer is read.
+The ``publish_async`` of nats-py 2.16 is not used: it creates a future for each message, and a JetStream error never
+reaches that future, because it is raised in the callback that reads the reply.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
 from outboxio.errors import OutboxError
-from outboxio.integrations.brokers.connection import CONNECT_TIMEOUT, Connection
+from outboxio.integrations.brokers.connection import CONNECT_TIMEOUT, BrokerConnection
 
 Servers = str | Sequence[str] | Client
-"""URLs of servers, or a client that the application has connected, and closes."""
+"""URLs of servers, or a client that your application connects and closes."""
 
 API = "$JS.API.STREAM"
 API_ANSWER = 2.0  # seconds
@@ -42,9 +42,9 @@ _FORBIDDEN = re.compile(r'Permissions Violation for Publish to "([^"]+)"', re.IG
 
 
 class NoStream(OutboxError):
-    """No stream of JetStream takes a subject. The message is sent again after the retry policy's wait.
+    """No JetStream stream matches a subject. The message is retried as the retry policy says.
 
-    ``named`` is the stream that a reply has named, although the server has no such stream for the subject.
+    ``named`` is the stream named in a reply, if the server does not list it for the subject.
     """
 
     def __init__(self, subject: str, named: str | None = None) -> None:
@@ -57,10 +57,10 @@ class NoStream(OutboxError):
             )
         else:
             fix = (
-                f"a reply names the stream {named!r}, which the server does not have for this subject; if the stream "
-                f"is in another account or domain, or the server maps the subject, give the relay stream={named!r}"
+                f"the stream {named!r} acknowledged it, but does not match the subject on this server; if the stream "
+                f"is in another account or domain, or the server maps the subject, pass stream={named!r} to the relay"
             )
-        super().__init__(f"no stream takes the subject {subject!r}: {fix}")
+        super().__init__(f"no stream matches the subject {subject!r}: {fix}")
 
 
 class NotPermitted(OutboxError):
@@ -72,7 +72,7 @@ class NotPermitted(OutboxError):
 
 
 class Replies(ABC):
-    """Takes the replies to what is published on one connection, with one subscription."""
+    """Receives the replies to messages published on one connection, with one subscription."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -80,30 +80,30 @@ class Replies(ABC):
         self._subscription: Subscription | None = None
 
     async def subscribe(self) -> None:
-        """Begin to listen."""
+        """Start receiving replies."""
         self._subscription = await self._client.subscribe(
             f"{self._inbox}.*", cb=self._take, pending_msgs_limit=-1, pending_bytes_limit=-1
         )
 
     async def unsubscribe(self) -> None:
-        """End to listen."""
+        """Stop receiving replies."""
         if self._subscription is not None:
             await self._subscription.unsubscribe()
             self._subscription = None
 
     @abstractmethod
     def lost(self) -> None:
-        """Let nobody wait any longer: the connection is gone."""
+        """Fail all pending waits: the connection is lost."""
 
     @abstractmethod
     async def _take(self, message: Msg) -> None:
-        """Take a reply, or a message of anyone who knows a reply subject."""
+        """Handle a reply, or a message from anyone who knows a reply subject."""
 
 
-class NatsConnection(Connection):
-    """Opens and closes a client, or uses the client that the application gave.
+class NatsConnection(BrokerConnection):
+    """Opens and closes a client, or uses the client of your application.
 
-    The options are keywords of ``nats.connect``, such as ``tls``, ``user_credentials`` or ``token``.
+    The options are those of ``nats.connect``, such as ``tls``, ``user_credentials`` or ``token``.
     """
 
     broker = "NATS"
@@ -124,7 +124,7 @@ class NatsConnection(Connection):
 
     @property
     def client(self) -> Client:
-        """The client; :class:`ConnectionError` if the connection is not open."""
+        """The client. Raises :class:`ConnectionError` if the connection is not open."""
         if self._client is None:
             raise ConnectionError(self.reason())
         return self._client
@@ -134,7 +134,7 @@ class NatsConnection(Connection):
         return super().reason(error or self._last_error or last)
 
     def forbids(self, subject: str) -> bool:
-        """True if the server has refused a message to this subject. The client reports subjects in small letters."""
+        """True if the server has denied publishing to this subject. The client reports subjects in lower case."""
         return subject.lower() in self._forbidden
 
     async def open(self) -> Client:
@@ -175,12 +175,12 @@ class NatsConnection(Connection):
         return client
 
     async def listen(self, replies: Replies) -> None:
-        """Take replies, until the connection is closed or lost."""
+        """Receive replies until the connection is closed or lost."""
         await replies.subscribe()
         self._replies = replies
 
     async def close(self) -> None:
-        """Send what is under way, and close a client that :meth:`open` connected."""
+        """Flush pending messages, and close the client if :meth:`open` connected it."""
         replies, self._replies = self._replies, None
         if replies is not None and self.is_up:
             await replies.unsubscribe()
@@ -204,20 +204,20 @@ class NatsConnection(Connection):
 
 
 class Refusal(Struct, frozen=True):
-    """The error of JetStream for a message that it does not store: ``code`` as in HTTP, and a number of its own."""
+    """A JetStream error for a message: ``code`` as in HTTP, and JetStream's own ``err_code``."""
 
     code: int
     err_code: int = 0
     description: str = ""
 
 
-NO_STREAM = Refusal(code=503, description="no stream takes the subject")
+NO_STREAM = Refusal(code=503, description="no stream matches the subject")
 
 Answer = str | Refusal | Exception
-"""The name of the stream that has stored the message. An error: the message was not sent, or not answered."""
+"""The name of the stream that stored the message, or the error: it was rejected, not sent, or not acknowledged."""
 
 Read = Callable[[Msg], Answer | None]
-"""Reads a reply; ``None`` for a reply that is not from JetStream."""
+"""Parses a reply; ``None`` for a reply that is not from JetStream."""
 
 
 class _Acknowledgement(Struct):
@@ -262,7 +262,7 @@ _UNANSWERED = TimeoutError("not acknowledged")
 
 
 class Publisher(Replies):
-    """Publishes messages together, and gathers the acknowledgements of JetStream: one future for a call."""
+    """Publishes several messages, and collects JetStream's acknowledgements with one future per call."""
 
     def __init__(self, client: Client) -> None:
         super().__init__(client)
@@ -270,7 +270,7 @@ class Publisher(Replies):
         self._flights: dict[str, _Flight] = {}
 
     async def publish(self, messages: Sequence[Outgoing], seconds: float, read: Read) -> list[Answer]:
-        """Publish messages, and wait ``seconds`` for the answers: one for each, in order."""
+        """Publish messages, wait up to ``seconds`` for the answers, and return one for each, in order."""
         if not messages:
             return []
         token = secrets.token_hex(8)  # a receiver of one message cannot name the reply subjects of later messages
@@ -288,7 +288,7 @@ class Publisher(Replies):
         return flight.answers
 
     def lost(self) -> None:
-        """Answer all messages that are under way: the connection is gone."""
+        """Fail all pending messages: the connection is lost."""
         for flight in self._flights.values():
             for place in range(len(flight.answers)):
                 flight.answer(place, nats.errors.ConnectionClosedError())
@@ -297,14 +297,14 @@ class Publisher(Replies):
         token, _, place = message.subject[self._start :].partition("-")
         flight = self._flights.get(token)
         if flight is None or not place.isdecimal() or int(place) >= len(flight.answers):
-            return  # too late, or a subject that was never given as a reply subject
+            return  # too late, or not one of our reply subjects
         answer = flight.read(message)
         if answer is not None:
             flight.answer(int(place), answer)
 
 
 def acknowledgement_of(stream: str | None) -> Read:
-    """Reads the acknowledgement or the error of a stream; of any stream for ``None``."""
+    """Return a parser for the acknowledgements and errors of a stream, or of any stream for ``None``."""
 
     def read(message: Msg) -> Answer | None:
         if not message.data:
@@ -321,7 +321,7 @@ def acknowledgement_of(stream: str | None) -> Read:
 
 
 def no_responders(message: Msg) -> Refusal | None:
-    """:data:`NO_STREAM` for the reply of a server that nobody listens to the subject; ``None`` for any other."""
+    """Return :data:`NO_STREAM` if the server replied that the subject has no subscribers, otherwise ``None``."""
     return NO_STREAM if message.headers and message.headers.get("Status") == "503" else None
 
 
@@ -342,21 +342,21 @@ _decode_found = msgspec.json.Decoder(_Found).decode
 
 
 class Streams(Publisher):
-    """Publishes, and checks acknowledgements by the streams that the connection can see."""
+    """Publishes messages, and checks acknowledgements against the streams visible to the connection."""
 
     def __init__(self, client: Client, expected: str | None) -> None:
-        """``expected``: the only stream whose acknowledgements are read, which needs no check."""
+        """``expected``: the only stream whose acknowledgements are accepted, without further checks."""
         super().__init__(client)
         self._read_reply = acknowledgement_of(expected)
         self._matchers: dict[str, Callable[[str], object]] = {}
         self._accepts_all = expected is not None
-        """True if streams need no check, or cannot be checked: a server may forbid a user to read them."""
+        """True if streams need no check, or if the user has no permission to read them."""
 
     async def publish_checked(self, messages: Sequence[Outgoing], seconds: float) -> list[Answer]:
-        """Publish messages; the answers, as far as the server's streams confirm them.
+        """Publish messages, and return the answers, checked against the streams of the server.
 
-        An acknowledgement by a stream that does not take the subject becomes a :class:`NoStream`. So does a missing
-        answer if the subject has no stream: a subscriber that does not reply would look like a server that is away.
+        An acknowledgement by a stream that does not match the subject becomes a :class:`NoStream`. So does a missing
+        answer if the subject has no stream: a subscriber that never replies looks like an unavailable server.
         """
         answers = await self.publish(messages, seconds, self._read_reply)
         subjects = [message.subject for message in messages]
@@ -373,7 +373,7 @@ class Streams(Publisher):
         ]  # fmt: skip
 
     def _confirms(self, answer: Answer, subject: str) -> bool:
-        """False for the name of a stream that does not take the subject, as far as :meth:`_read_subjects` has found."""
+        """False for the name of a stream that does not match the subject, as read by :meth:`_read_subjects`."""
         if self._accepts_all or not isinstance(answer, str):
             return True
         matches = self._matchers.get(answer)
@@ -392,7 +392,7 @@ class Streams(Publisher):
                 self._accepts_all = True
 
     async def _without_stream(self, subjects: Sequence[str]) -> set[str]:
-        """The subjects for which the server has no stream. A subject about which nothing is known is left out."""
+        """Return the subjects for which the server has no stream; a subject is left out if that is unknown."""
         requests = [Outgoing(f"{API}.NAMES", msgspec.json.encode({"subject": one}), {}) for one in subjects]
         answers = await self.publish(requests, API_ANSWER, _reader("names"))
         return {one for one, answer in zip(subjects, answers, strict=True) if answer == ""}
@@ -400,7 +400,7 @@ class Streams(Publisher):
 
 def _reader(kind: str) -> Read:
     def read(message: Msg) -> Answer | None:
-        """Subjects or names, with spaces between, or an error; ``None`` for a reply that is not from JetStream."""
+        """Return subjects or names separated by spaces, or an error; ``None`` for a reply from elsewhere."""
         if not message.data:
             return no_responders(message)
         try:
@@ -420,7 +420,7 @@ def _is_absence(refusal: Refusal) -> bool:
 
 
 def _matcher(patterns: Iterable[str]) -> Callable[[str], object]:
-    """Matches the subjects of patterns such as ``orders.*.paid`` and ``wallets.>``."""
+    """Return a function that matches subjects against patterns such as ``orders.*.paid`` and ``wallets.>``."""
     wild = {"*": r"[^.]+", ">": ".+"}
     parts = (r"\.".join(wild.get(token) or re.escape(token) for token in one.split(".")) for one in patterns)
     return re.compile("|".join(f"(?:{part})" for part in parts) or r"(?!)").fullmatch

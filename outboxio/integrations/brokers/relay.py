@@ -1,6 +1,6 @@
-"""Relays: handlers that send events to a broker, in batches, with a verdict for each message.
+"""Relays: handlers that send events to a broker, in batches, with a result for each message.
 
-With ``ordered=True``, no message of a key leaves before the broker has the message before.
+With ``ordered=True``, a message is sent only after the broker has acknowledged the previous message of the same key.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from outboxio.support.log import type_name
 from outboxio.support.text import briefly, instead_of
 
 PUBLISH_TIMEOUT = timedelta(seconds=5)
-LONGEST_REST = 3.0  # seconds
+LONGEST_PAUSE = 3.0  # seconds
 HANDLER_TIMEOUT = timedelta(seconds=60)
 
 
 class RelayOptions(TypedDict, total=False):
-    """The keywords that the relays of all brokers have.
+    """The options that the relays of all brokers share.
 
     * ``name``: the handler's name, which is stored with every notification.
     * ``types``: the event types to send, as classes or as stored names; or ``topic``, all events on a topic.
     * ``format``: ``"cloudevents"`` (attributes in headers), ``"structured"`` (one JSON document) or ``"debezium"``.
-    * ``ordered``: messages with the same key leave in order, and a key waits behind its first failure.
+    * ``ordered``: send messages with the same key in order; a failed message blocks its key.
     * ``publish_timeout``: how long the broker may take to acknowledge a message, 5 s by default.
-    * The rest are options of handlers, as in ``@outbox.handler``.
+    * All other options are handler options, as in ``@outbox.handler``.
     """
 
     name: Required[str]
@@ -67,27 +67,27 @@ class Parcel(Struct, frozen=True, gc=False):
     destination: str
 
 
-Verdict = Exception | None
-"""The end of one message: ``None`` if the broker has the message, else the reason.
+DeliveryResult = Exception | None
+"""The result for one message: ``None`` if the broker has acknowledged it, otherwise the error.
 
-* :class:`~outboxio.Unprocessable`: the broker will never take this message. The notification is DEAD.
-* :class:`~outboxio.Unavailable`: the broker is away. No attempt is used up.
-* a different error uses up an attempt, and the retry policy applies.
+* :class:`~outboxio.Unprocessable`: the broker can never accept this message; the notification becomes DEAD.
+* :class:`~outboxio.Unavailable`: the broker is unavailable; this does not count as an attempt.
+* Any other error counts as an attempt, and the retry policy applies.
 """
 
 
 class Relay(EventHandler[Any]):
-    """A handler that sends each event to a broker. Subclasses know the client of one broker.
+    """A handler that sends each event to a broker. Each subclass supports one broker.
 
     A subclass implements :meth:`connect`, :meth:`disconnect`, :meth:`publish` and :meth:`destination_of`. The relay
-    connects at the first event, and :meth:`close`, which the outbox calls at its end, closes the connection. A client
-    that the application gave is used as it is, and not closed. Events that came through the inbox are not sent.
+    connects when the first event arrives; the outbox calls :meth:`close` when it stops. A client that your application
+    passes in is used as is and never closed. Events received through the inbox are not sent.
     """
 
     relay: ClassVar[bool] = True
     raw: ClassVar[bool] = True
     keeps_order: ClassVar[bool] = True
-    """``publish`` keeps the order of a key. If False, an ordered relay gives it only one message of each key."""
+    """``publish`` keeps the order of a key. If False, an ordered relay passes it at most one message of each key."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class Relay(EventHandler[Any]):
     ) -> None:
         """``prefix``, ``escape`` and ``fit``: as for :func:`~outboxio.integrations.brokers.wire_format`.
 
-        ``destination``: the function that :meth:`destination_of` calls, unless a subclass implements the method.
+        ``destination``: the function that :meth:`destination_of` calls, unless a subclass overrides the method.
         """
         self._refuse_unknown(options)
         self.__dict__.update(_handler_options(options))  # class variables, which a relay has for each object
@@ -108,7 +108,7 @@ class Relay(EventHandler[Any]):
         if _seconds(options, "timeout", HANDLER_TIMEOUT) <= self.publish_timeout:
             raise ConfigurationError(
                 f"relay {self.name!r} has timeout={briefly(options.get('timeout'))} and publish_timeout="
-                f"{self.publish_timeout} s: the call would end before the broker's answer; give a longer timeout"
+                f"{self.publish_timeout} s: the handler would time out before the broker answers; set a longer timeout"
             )
         self.is_connected = False
         self._encode = wire_format(options.get("format", "cloudevents"), prefix=prefix, escape=escape, fit=fit)
@@ -122,31 +122,31 @@ class Relay(EventHandler[Any]):
 
     @abstractmethod
     async def disconnect(self) -> None:
-        """Close the connection that :meth:`connect` opened, if there is one. A client that was given stays open."""
+        """Close the connection that :meth:`connect` opened, if any. A client of your application stays open."""
 
     @abstractmethod
-    async def publish(self, parcels: Sequence[Parcel]) -> Sequence[Verdict]:
-        """Send messages, at once; a verdict for each, in the order of ``parcels``.
+    async def publish(self, parcels: Sequence[Parcel]) -> Sequence[DeliveryResult]:
+        """Send messages concurrently, and return a result for each, in the order of ``parcels``.
 
-        With ``ordered``, messages of a key come in order. After the first failure of a key, the verdicts of the key's
-        later messages do not count: these messages are sent again after the failed message.
+        With ``ordered``, the messages of a key are passed in order. After the first failure of a key, the results of
+        its later messages are ignored: they are sent again after the failed message.
 
-        Raises :class:`ConnectionError` if the connection is lost and nothing is known about any message: the relay
-        closes the connection, no attempt is used up, and all are sent again.
+        Raises :class:`ConnectionError` if the connection is lost and the result of every message is unknown. The relay
+        then closes the connection and sends all messages again, without counting an attempt.
         """
 
     def destination_of(self, message: Message) -> str:
-        """The topic, subject, routing key or stream of a message, unless the format names one.
+        """Return the topic, subject, routing key or stream of a message. Not called if the format determines it.
 
         Raises :class:`~outboxio.Unprocessable` if the message has no such destination.
         """
-        assert self._destination is not None, "a subclass implements the method, or gives destination="
+        assert self._destination is not None, "a subclass must override the method or pass destination="
         return self._destination(message)
 
     def address_of(self, event_type: str, namespace: str) -> str | None:
-        """The destination of an event type for the catalogue: parts that differ by event are in braces.
+        """Return the destination of an event type for the catalog, with braces around the parts that vary by event.
 
-        ``None`` if a function of the application decides, and needs a real event.
+        ``None`` if your application's function decides, and needs a real event.
         """
         message = Message(
             id="{event_id}", type=event_type, source=f"/{namespace}", subject="{model_id}", key="{key}",
@@ -154,7 +154,7 @@ class Relay(EventHandler[Any]):
         )  # fmt: skip
         try:
             return self._encode(message).destination or self.destination_of(message)
-        except Exception:  # of a function that the application gave
+        except Exception:  # from your application's function
             return None
 
     @property
@@ -162,36 +162,36 @@ class Relay(EventHandler[Any]):
         """True if the connection is open, as far as the client knows."""
         return self.is_connected
 
-    async def handle(self, given: Any) -> list[tuple[EventEnvelope[Any], Exception]]:
-        """Send the events of a call; the events that failed, each with the reason.
+    async def handle(self, envelopes: Any) -> list[tuple[EventEnvelope[Any], Exception]]:
+        """Send the events of a call, and return those that failed, each with its error.
 
-        ``given`` is a list of envelopes, or in a relay with ``batch=None`` one envelope, whose failure is raised.
+        ``envelopes`` is a list, or with ``batch=None`` a single envelope, whose error is raised.
         """
-        if isinstance(given, list):
-            return await self.send(cast("list[EventEnvelope[Any]]", given))
-        for _, error in await self.send([given]):
+        if isinstance(envelopes, list):
+            return await self.send(cast("list[EventEnvelope[Any]]", envelopes))
+        for _, error in await self.send([envelopes]):
             raise error
         return []
 
     async def send(self, envelopes: list[EventEnvelope[Any]]) -> list[tuple[EventEnvelope[Any], Exception]]:
-        """Send events; the events that failed, each with the reason."""
+        """Send events, and return those that failed, each with its error."""
         sent, parcels, failed = self._parcels(envelopes)
         if not parcels:
             return failed
         try:
-            verdicts = await self._verdicts(parcels)
+            results = await self._results(parcels)
         except Unavailable:
             self._failures += 1
             raise
         is_away = False
-        for envelope, verdict in zip(sent, verdicts, strict=True):
-            if verdict is not None:
-                failed.append((envelope, verdict))
-                is_away = is_away or isinstance(verdict, Unavailable)
+        for envelope, result in zip(sent, results, strict=True):
+            if result is not None:
+                failed.append((envelope, result))
+                is_away = is_away or isinstance(result, Unavailable)
         self._failures = self._failures + 1 if is_away else 0
         return failed
 
-    async def _verdicts(self, parcels: Sequence[Parcel]) -> Sequence[Verdict]:
+    async def _results(self, parcels: Sequence[Parcel]) -> Sequence[DeliveryResult]:
         await self.ensure_connected()
         try:
             if self.ordered and not self.keeps_order:
@@ -204,7 +204,7 @@ class Relay(EventHandler[Any]):
     def _parcels(
         self, envelopes: Iterable[EventEnvelope[Any]]
     ) -> tuple[list[EventEnvelope[Any]], list[Parcel], list[tuple[EventEnvelope[Any], Exception]]]:
-        """The events to send, their messages, and the events that make no message, each with the reason."""
+        """Return the events to send, their messages, and the events that cannot be encoded, each with its error."""
         sent: list[EventEnvelope[Any]] = []
         parcels: list[Parcel] = []
         failed: list[tuple[EventEnvelope[Any], Exception]] = []
@@ -212,7 +212,7 @@ class Relay(EventHandler[Any]):
         behind: set[str] = set()
         for envelope in envelopes:
             if behind and envelope.ordering_key in behind:
-                continue  # the event comes again, after the event of the key that makes no message
+                continue  # retried after the earlier event of the key that could not be encoded
             try:
                 message = message_of(envelope)
                 wire = encode(message)
@@ -226,24 +226,24 @@ class Relay(EventHandler[Any]):
         return sent, parcels, failed
 
     async def close(self) -> None:
-        """Close the connection, unless the application gave the client. The outbox calls this at its end."""
+        """Close the connection, unless the client belongs to your application. The outbox calls this when it stops."""
         await self.leave()
 
     def unavailable(self, reason: str) -> Unavailable:
-        """The error for a broker that is away. The handler rests 0.1 s, doubled by each call that fails, up to 3 s.
+        """Return the error for an unavailable broker. It opens the handler's circuit for 0.1 s, doubling up to 3 s.
 
-        So a relay is back at work soon after its broker, even after hours.
+        The low maximum lets a relay resume soon after its broker, even after a long outage.
         """
-        return Unavailable(reason, retry_in=pause_after(self._failures + 1, longest=LONGEST_REST))
+        return Unavailable(reason, retry_in=pause_after(self._failures + 1, longest=LONGEST_PAUSE))
 
     async def leave(self) -> None:
-        """Close a connection that is lost, so that the next call connects."""
+        """Close a lost connection, so that the next call reconnects."""
         async with self._connecting:
             self.is_connected = False
             await self.disconnect()
 
     async def ensure_connected(self) -> None:
-        """Connect, unless the connection is open, or another call opens it at the same time."""
+        """Connect, unless the connection is open or another call is opening it."""
         if self.is_up:
             return
         async with self._connecting:
@@ -271,7 +271,7 @@ _OF_RELAYS = ("types", "format", "publish_timeout")
 
 
 def _handler_options(options: RelayOptions) -> dict[str, Any]:
-    """The attributes that an :class:`EventHandler` has for these options."""
+    """Return the attributes that an :class:`EventHandler` has for these options."""
     return {
         "retry": RetryPolicy(base="1s", cap="1m"),
         "batch": Batch(size=500, max_wait=0),
@@ -281,14 +281,14 @@ def _handler_options(options: RelayOptions) -> dict[str, Any]:
 
 
 def _seconds(options: RelayOptions, name: Literal["publish_timeout", "timeout"], default: timedelta) -> float:
-    given = options.get(name)
-    return (default if given is None else parse_duration(given, key=name)).total_seconds()
+    value = options.get(name)
+    return (default if value is None else parse_duration(value, key=name)).total_seconds()
 
 
 async def publish_in_order(
-    parcels: Sequence[Parcel], publish: Callable[[Sequence[Parcel]], Awaitable[Sequence[Verdict]]]
-) -> list[Verdict]:
-    """Publish messages in waves. A wave has one message of each key; a key waits behind its first failure."""
+    parcels: Sequence[Parcel], publish: Callable[[Sequence[Parcel]], Awaitable[Sequence[DeliveryResult]]]
+) -> list[DeliveryResult]:
+    """Publish messages in waves with at most one message of each key; a failed message blocks its key."""
     waves: list[list[int]] = []
     seen: dict[str, int] = {}
     for place, parcel in enumerate(parcels):
@@ -297,23 +297,23 @@ async def publish_in_order(
         if number == len(waves):
             waves.append([])
         waves[number].append(place)
-    verdicts: list[Verdict] = [None] * len(parcels)
+    results: list[DeliveryResult] = [None] * len(parcels)
     failed: dict[str, Exception] = {}
     for wave in waves:
         going: list[int] = []
         for place in wave:
-            verdicts[place] = failed.get(parcels[place].message.key)
-            if verdicts[place] is None:
+            results[place] = failed.get(parcels[place].message.key)
+            if results[place] is None:
                 going.append(place)
         if not going:
             continue
-        for place, verdict in zip(going, await publish([parcels[place] for place in going]), strict=True):
-            if verdict is not None:
-                verdicts[place] = failed[parcels[place].message.key] = verdict
-    return verdicts
+        for place, result in zip(going, await publish([parcels[place] for place in going]), strict=True):
+            if result is not None:
+                results[place] = failed[parcels[place].message.key] = result
+    return results
 
 
 def too_large(parcel: Parcel, reason: str, fix: str) -> Unprocessable:
-    """The verdict for a message that the broker would never take."""
-    advice = f"{fix}, or store the large part elsewhere and send its address"
+    """Return the error for a message that is too large for the broker."""
+    advice = f"{fix}, or store the large part elsewhere and send a reference to it"
     return Unprocessable(f"event {parcel.message.id} {reason}: {advice}")

@@ -1,7 +1,7 @@
-"""OpenTelemetry: spans of actions, of written events and of handler runs, joined through the headers of the events.
+"""OpenTelemetry: spans of actions, of written events and of handler runs, linked through the headers of the events.
 
-The application brings the SDK, the exporter and the sampler; this module needs only ``opentelemetry-api``. The names of
-spans and attributes are in ``names.py``.
+Your application installs the SDK, the exporter and the sampler; this module needs only ``opentelemetry-api``. The names
+of spans and attributes are in ``names.py``.
 """
 
 from outboxio.errors import ConfigurationError

@@ -21,11 +21,11 @@ from outboxio.telemetry.protocol import Call, CalledHandler, HandlingTelemetry, 
 
 Propagation = Literal["auto", "link", "parent", "none"]
 
-MOST_LINKS = 128  # of a batch; SDKs drop what is beyond
+MOST_LINKS = 128  # of a batch; SDKs drop more than that
 
 
 class Choices(Struct, frozen=True):
-    """The choices of the application for the spans of handlers."""
+    """Your application's options for the spans of handlers."""
 
     propagation: Propagation
     child_within: timedelta
@@ -33,7 +33,7 @@ class Choices(Struct, frozen=True):
 
 
 class SpannedHandling(HandlingTelemetry):
-    """Makes the spans of a shard's handlers."""
+    """Creates the spans of a shard's handlers."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class SpannedHandling(HandlingTelemetry):
         *,
         inline: bool,
     ) -> None:
-        """``place``: the attributes that all spans of the shard have. ``inline``: calls have a parent around them."""
+        """``place``: the attributes that all spans of the shard have. ``inline``: calls run inside a current span."""
         self._tracer = tracer
         self._carrying = carrying
         self._choices = choices
@@ -56,7 +56,7 @@ class SpannedHandling(HandlingTelemetry):
         self.only_sampled = not (choices.trace_unsampled or inline)
 
     def begin(self) -> None:
-        """Forget the span around ``running()``, which would become the parent of all actions of handlers."""
+        """Leave the span around ``running()``; otherwise it would become the parent of all actions of handlers."""
         contexts.attach(Context())
 
     def call(self, handler: CalledHandler, row: Notification) -> Call | None:
@@ -96,7 +96,7 @@ class SpannedHandling(HandlingTelemetry):
         return SpannedCall(span, Context(), is_hook=True)
 
     def _relation(self, row: Notification, remote: Context, around: Context | None) -> tuple[Context, Sequence[Link]]:
-        """The parent of a ``process`` span, and its links."""
+        """Return the parent of a ``process`` span, and its links."""
         if around is not None:
             return around, _link_to(remote) if self._choices.propagation != "none" else ()
         match self._choices.propagation:
@@ -114,7 +114,7 @@ class SpannedHandling(HandlingTelemetry):
         return self._clock() - row.context.event_date <= self._choices.child_within
 
     def _links(self, rows: Sequence[Notification]) -> Iterator[Link]:
-        """The traces of the rows of a batch, the sampled ones first come, each once."""
+        """Yield a link to each distinct sampled trace of a batch."""
         if self._choices.propagation == "none":
             return
         seen: set[tuple[int, int]] = set()

@@ -1,7 +1,7 @@
-"""Metrics by OpenTelemetry: instruments that read the statistics when they are collected (decision 40).
+"""OpenTelemetry metrics: instruments that read the statistics when they are collected (decision 40).
 
-OpenTelemetry has no histogram that is read at collection. So the histograms are told of each value, which costs 16 us a
-run; a batch is a single run.
+OpenTelemetry has no observable histogram. So each value is recorded when it occurs, which takes 16 us per run; a batch
+is a single run.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _OF_DURATIONS = (catalog.PROCESS_DURATION, catalog.OPERATION_DURATION, catalog.J
 
 
 class OutboxMetrics:
-    """The instruments of a meter provider, over the statistics of any number of outboxes.
+    """OpenTelemetry instruments for the statistics of any number of outboxes.
 
     Example::
 
@@ -57,7 +57,7 @@ class OutboxMetrics:
     def __init__(self, meter_provider: MeterProvider | None = None, *, histograms: bool = True) -> None:
         """``meter_provider``: by default the global provider of the process.
 
-        ``histograms=False`` leaves durations and lags to Prometheus: then a run costs nothing for OpenTelemetry.
+        ``histograms=False`` leaves out durations and lags, for example if Prometheus exports them.
         """
         provider = get_meter_provider() if meter_provider is None else meter_provider
         meter = provider.get_meter(names.INSTRUMENTATION, __version__, names.SCHEMA_URL)
@@ -75,14 +75,14 @@ class OutboxMetrics:
                 )
 
     def add(self, outbox: Outbox) -> None:
-        """Export the metrics of an outbox. Before ``running()``: a histogram misses the handlers that have run."""
+        """Export the metrics of an outbox. Call it before ``running()``: histograms miss the handlers that have run."""
         self._sources.append((outbox.namespace, outbox.statistics))
         for shard, statistics in outbox.statistics.items():
             statistics.figures_wanted = True
             if self._histograms:
                 self._listen(statistics, {names.NAMESPACE: outbox.namespace, names.SHARD: shard})
 
-    # --- what is read at collection --------------------------------------------------------------
+    # --- read at collection ----------------------------------------------------------------------
 
     def _observe(self, meter: Meter, metric: Metric) -> None:
         def observe(options: CallbackOptions) -> Iterable[Observation]:
@@ -101,25 +101,25 @@ class OutboxMetrics:
             self._measured, self._measured_at = measured, now
         return self._measured.get(metric, ())
 
-    # --- what is told of each value --------------------------------------------------------------
+    # --- recorded when they occur ----------------------------------------------------------------
 
     def _listen(self, statistics: ShardStatistics, place: Attributes) -> None:
-        def told(metric: Metric, bounds: Sequence[float], **labels: str) -> ToldHistogram:
+        def recorded(metric: Metric, bounds: Sequence[float], **labels: str) -> RecordedHistogram:
             attributes = place | _attributes(metric, labels)
-            return ToldHistogram(bounds, self._histograms[metric], attributes)
+            return RecordedHistogram(bounds, self._histograms[metric], attributes)
 
-        statistics.new_handler = lambda name: ToldStatistics(name, told)
+        statistics.new_handler = lambda name: RecordedStatistics(name, recorded)
         statistics.jobs.new = lambda name: JobStatistics(
-            lambda outcome: told(catalog.JOB_DURATION, DURATIONS, job=name, outcome=outcome)
+            lambda outcome: recorded(catalog.JOB_DURATION, DURATIONS, job=name, outcome=outcome)
         )
-        statistics.sends = told(catalog.OPERATION_DURATION, DURATIONS, operation="send")
-        statistics.settles = told(catalog.OPERATION_DURATION, DURATIONS, operation="settle")
-        statistics.fanout_lag = told(catalog.FANOUT_LAG, LAGS)
-        statistics.keyed_locks.waits = told(catalog.KEYED_LOCK_WAIT, DURATIONS)
+        statistics.sends = recorded(catalog.OPERATION_DURATION, DURATIONS, operation="send")
+        statistics.settles = recorded(catalog.OPERATION_DURATION, DURATIONS, operation="settle")
+        statistics.fanout_lag = recorded(catalog.FANOUT_LAG, LAGS)
+        statistics.keyed_locks.waits = recorded(catalog.KEYED_LOCK_WAIT, DURATIONS)
 
 
-class ToldHistogram(Histogram):
-    """A histogram that tells OpenTelemetry of each value."""
+class RecordedHistogram(Histogram):
+    """A histogram that also records each value in OpenTelemetry."""
 
     __slots__ = ("_attributes", "_instrument")
 
@@ -133,12 +133,12 @@ class ToldHistogram(Histogram):
         self._instrument.record(seconds, self._attributes)
 
 
-class ToldStatistics(HandlerStatistics):
-    """The statistics of a handler, with histograms that tell OpenTelemetry."""
+class RecordedStatistics(HandlerStatistics):
+    """The statistics of a handler, with histograms that are recorded in OpenTelemetry."""
 
     __slots__ = ("_name", "_new")
 
-    def __init__(self, name: str, new: Callable[..., ToldHistogram]) -> None:
+    def __init__(self, name: str, new: Callable[..., RecordedHistogram]) -> None:
         self._name = name
         self._new = new
         super().__init__()
@@ -160,7 +160,7 @@ class ToldStatistics(HandlerStatistics):
 
 
 def attributes_of(sample: Sample) -> Attributes:
-    """The attributes of a value: those of the conventions for messaging, and ``outboxio.*`` for the rest."""
+    """Return the attributes of a value: those of the messaging conventions, and ``outboxio.*`` for all others."""
     namespace, shard, *values = sample.labels
     labels = dict(zip(sample.metric.labels, values, strict=True))
     return {names.NAMESPACE: namespace, names.SHARD: shard} | _attributes(sample.metric, labels)

@@ -1,9 +1,7 @@
-"""The trace of a row: from headers to OpenTelemetry's context, and back.
-
-All names of spans and attributes.
+"""The names of spans and attributes, and the conversion between a row's headers and OpenTelemetry contexts.
 
 The conventions for messaging are in development, and constants for names in development are not stable in Python. So
-the names are literals, and belong to the version of the conventions in :data:`SCHEMA_URL`.
+the names are literals, and follow the version of the conventions in :data:`SCHEMA_URL`.
 """
 
 from __future__ import annotations
@@ -24,20 +22,20 @@ BAGGAGE = "baggage"
 
 
 class Carrying:
-    """Reads and writes the headers of a trace, with the baggage only if the application asks for baggage."""
+    """Reads and writes the headers of a trace, with the baggage only if your application requests it."""
 
     def __init__(self, *, baggage: bool) -> None:
         self._has_baggage = baggage
         self.headers = (*OWN_HEADERS, BAGGAGE) if baggage else OWN_HEADERS
 
     def read(self, headers: Mapping[str, Any]) -> Context:
-        """The context that the headers describe. Without a valid ``traceparent`` the context has no span."""
+        """Return the context that the headers describe. Without a valid ``traceparent`` it has no span."""
         texts = {name: value for name, value in headers.items() if name in self.headers and isinstance(value, str)}
         context = _trace.extract(texts, Context())
         return _baggage.extract(texts, context) if self._has_baggage else context
 
     def write(self, context: Context | None = None) -> dict[str, str]:
-        """The headers for a context, or for the current context; empty without a valid span."""
+        """Return the headers for a context, or for the current context; empty without a valid span."""
         headers: dict[str, str] = {}
         _trace.inject(headers, context)
         if self._has_baggage and headers:
@@ -46,7 +44,7 @@ class Carrying:
 
 
 def span_context_in(context: Context | None) -> trace.SpanContext:
-    """The span in a context, or in the current context. The result may be invalid."""
+    """Return the span in a context, or in the current context. It may be invalid."""
     return trace.get_current_span(context).get_span_context()
 
 
@@ -59,7 +57,7 @@ INSTRUMENTATION = "outboxio"
 SCHEMA_URL = "https://opentelemetry.io/schemas/1.44.0"
 SYSTEM = "outboxio"
 
-# Of the conventions.
+# From the conventions.
 MESSAGING_SYSTEM = "messaging.system"
 OPERATION_NAME = "messaging.operation.name"
 OPERATION_TYPE = "messaging.operation.type"
@@ -70,7 +68,7 @@ CONVERSATION_ID = "messaging.message.conversation_id"
 BATCH_COUNT = "messaging.batch.message_count"
 ERROR_TYPE = "error.type"
 
-# Of outboxio.
+# Specific to outboxio.
 NAMESPACE = "outboxio.namespace"
 SHARD = "outboxio.shard"
 ACTION = "outboxio.action"
@@ -82,12 +80,12 @@ RETRY_AT = "outboxio.retry_at"
 HANDLER = "outboxio.handler"
 ROWS = "outboxio.rows"
 JOB = "outboxio.job"
-MOMENT = "outboxio.moment"
+SCHEDULED_AT = "outboxio.moment"
 
 # Values of OUTCOME, for actions and for runs.
 COMMITTED, JOINED, DUPLICATE, REFUSED, UNKNOWN = "committed", "joined", "duplicate", "refused", "unknown"
 SUCCEEDED, RETRY, DEAD, EXPIRED, CUT_SHORT = "succeeded", "retry", "dead", "expired", "cut_short"
-FAILED = "failed"  # in inbox.consume, where the sender or a later verdict decides about a retry
+FAILED = "failed"  # in inbox.consume, where the sender or a later outcome decides about a retry
 
 
 def execute(action_name: str) -> str:
@@ -111,6 +109,6 @@ def job(job_name: str) -> str:
 
 
 def destination_of(event_types: Iterable[str], namespace: str) -> str:
-    """The event type, or the namespace if there are several types."""
+    """Return the event type, or the namespace if there are several types."""
     distinct = set(event_types)
     return distinct.pop() if len(distinct) == 1 else namespace

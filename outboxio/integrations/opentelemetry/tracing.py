@@ -1,6 +1,6 @@
-"""Telemetry by OpenTelemetry, as an application gives it to an outbox.
+"""The OpenTelemetry integration that your application passes to an outbox.
 
-Spans around writing: ``send``, whose context is what the headers of the events hold.
+The span ``send`` covers writing events; the headers of the events hold its context.
 """
 
 from __future__ import annotations
@@ -51,26 +51,28 @@ _PROPAGATIONS = ("auto", "link", "parent", "none")
 
 
 class OpenTelemetry(Telemetry):
-    """Spans by OpenTelemetry, for ``Outbox(telemetry=OpenTelemetry())``.
+    """OpenTelemetry spans and metrics, for ``Outbox(telemetry=OpenTelemetry())``.
 
-    ``tracer_provider``: the provider of the SDK; by default the global provider of the process. ``propagation`` says
-    how the span of a run belongs to the trace of the event:
+    ``tracer_provider``: by default the global provider of the process. ``propagation`` determines how the span of a run
+    relates to the trace of the event:
 
-    * ``"auto"``: the first attempt within ``child_within`` (5 minutes) after the event is a child. A later attempt
-      begins a new trace, with a link: a retry neither stretches the old trace nor inherits an old sampling decision.
-    * ``"parent"``: every attempt is a child. ``"link"``: every attempt begins a new trace, with a link.
-    * ``"none"``: every attempt begins a new trace.
+    * ``"auto"``: the first attempt is a child if it starts within ``child_within`` (5 minutes) of the event. Any other
+      attempt starts a new trace with a link, so a retry neither extends the old trace nor inherits its sampling
+      decision.
+    * ``"parent"``: every attempt is a child. ``"link"``: every attempt starts a new trace with a link.
+    * ``"none"``: every attempt starts a new trace.
 
-    ``baggage=True`` stores the baggage of the trace with each event, for handlers in any process; baggage may hold
-    secrets. ``trace_unsampled=True`` makes spans for events whose trace is absent or not sampled too, and lets the
-    sampler decide. ``internals=True`` adds spans of the rounds of fan-out, settling and retention that did something.
+    ``baggage=True`` stores the baggage of the trace with each event, for handlers in any process; baggage may contain
+    secrets. ``trace_unsampled=True`` also creates spans for events whose trace is missing or not sampled, and leaves
+    the decision to the sampler. ``internals=True`` adds spans for rounds of fan-out, settling and retention that did
+    something.
 
-    ``metrics=True`` exports the metrics of docs/reference/metrics.md as well, to ``meter_provider`` or the global
-    provider of the process. Counters and gauges are read when they are collected. Durations and lags are histograms
-    that are told of each run, which costs 16 us a run; ``histograms=False`` leaves the histograms out.
+    ``metrics=True`` also exports the metrics of docs/reference/metrics.md, to ``meter_provider`` or the global provider
+    of the process. Counters and gauges are read at collection. Durations and lags are recorded in histograms, which
+    takes 16 us per run; ``histograms=False`` leaves the histograms out.
 
-    Raises :class:`ConfigurationError` for another ``propagation``, and :class:`SettingsError` for a ``child_within``
-    that is no duration.
+    Raises :class:`ConfigurationError` for an unknown ``propagation``, and :class:`SettingsError` for an invalid
+    ``child_within``.
 
     Example::
 
@@ -124,9 +126,11 @@ class OpenTelemetry(Telemetry):
             self._tracer, self._carrying, self._choices, _place(namespace, shard), clock, inline=inline
         )
 
-    def job(self, namespace: str, shard: str, name: str, moment: datetime, attempt: int) -> JobCall:
+    def job(self, namespace: str, shard: str, name: str, scheduled_at: datetime, attempt: int) -> JobCall:
         attributes = _place(namespace, shard) | {
-            names.JOB: name, names.MOMENT: f"{moment.isoformat(timespec='milliseconds')}Z", names.ATTEMPT: attempt,
+            names.JOB: name,
+            names.SCHEDULED_AT: f"{scheduled_at.isoformat(timespec='milliseconds')}Z",
+            names.ATTEMPT: attempt,
         }  # fmt: skip
         return SpannedJob(self._tracer.start_span(names.job(name), Context(), SpanKind.INTERNAL, attributes))
 
@@ -166,9 +170,9 @@ def _version() -> str | None:
 
 
 def trace_headers(*, baggage: bool = False) -> dict[str, str]:
-    """The headers of the current trace, for a writer that outboxio does not know: plain SQL, or a ``Producer``.
+    """Return the headers of the current trace, for events that are written by plain SQL or a ``Producer``.
 
-    ``traceparent`` and ``tracestate`` (W3C Trace Context), and ``baggage`` if asked for. The result is empty without a
+    ``traceparent`` and ``tracestate`` (W3C Trace Context), and ``baggage`` if requested. The result is empty without a
     current span.
 
     Example::
@@ -179,7 +183,7 @@ def trace_headers(*, baggage: bool = False) -> dict[str, str]:
 
 
 def parent_around(headers: Mapping[str, Any] | None, carrying: Carrying) -> Context | None:
-    """The context for a new span: ``None`` for the current context, if the context has a span or nothing is known.
+    """Return the parent context of a new span; ``None`` for the current context, if it has a span or no trace is known.
 
     Without a current span the trace is that of the given headers, of the request, or of the event of the running
     handler: the handler may have no span, because the trace is not sampled.
@@ -204,14 +208,14 @@ def _known_headers(headers: Mapping[str, Any] | None) -> Sequence[Mapping[str, A
 
 
 class Writing:
-    """Makes the spans of written events."""
+    """Creates the spans of written events."""
 
     def __init__(self, tracer: trace.Tracer, carrying: Carrying) -> None:
         self._tracer = tracer
         self._carrying = carrying
 
     def sending(self, shard: str, action: ActionRecord, events: Sequence[EventRecord]) -> Sending:
-        """The writing of an action's events. If the trace is not sampled, only the headers are written."""
+        """Cover the writing of an action's events. If the trace is not sampled, only the headers are written."""
         types = [event.event_type for event in events if event.event_type is not None]
         if not types:
             return SENDING
@@ -246,7 +250,7 @@ class Writing:
 
 
 class _Carried(Sending):
-    """Events of a trace that is not sampled: handlers learn that from the headers."""
+    """Events of a trace that is not sampled: the headers pass this on to handlers."""
 
     def __init__(self, carrying: Carrying, context: Context | None) -> None:
         self._carrying = carrying

@@ -1,4 +1,4 @@
-"""Pieces of work that a span surrounds."""
+"""Work that is covered by a span."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Attributes = dict[str, str | int]
 
 
 class Spanned(Watched):
-    """A span that is current while the work goes on, and ends with the work."""
+    """A span that is current while the work runs, and ends with it."""
 
     def __init__(self, span: trace.Span, parent: contexts.Context | None = None) -> None:
         """``parent``: the context around the work; by default the current context."""
@@ -79,7 +79,7 @@ class SpannedExecution(Spanned, Execution):
 
 
 class SpannedCall(Spanned, Call):
-    """``process`` and ``on_dead``: a call of a handler, or of hooks. A batch has the worst outcome of its rows."""
+    """``process`` and ``on_dead``: a call of a handler or of hooks. A batch has the worst outcome of its rows."""
 
     def __init__(self, span: trace.Span, parent: contexts.Context | None, *, is_hook: bool = False) -> None:
         super().__init__(span, parent)
@@ -156,6 +156,6 @@ def _name_of(outcome: Outcome | None, *, is_hook: bool) -> str:
         return _BY_STATE.get(outcome.state, names.CUT_SHORT)
     if is_hook:
         return names.RETRY
-    # The verdict is spoken, and a hook is owed.
+    # The outcome is decided, but the hook has not run yet.
     entry = _decode(outcome.error or "{}")
     return _BY_STATE.get(State(entry.verdict), names.DEAD) if entry.verdict else names.DEAD

@@ -1,6 +1,6 @@
-"""Webhooks, by the specification Standard Webhooks: send events to customers, and verify requests of other services.
+"""Webhooks as specified by Standard Webhooks: send events to customers, and verify requests from other services.
 
-Needs ``outboxio[webhooks]``. Only ``verify`` with the schemes of Stripe, GitHub and Slack needs no library.
+Requires ``outboxio[webhooks]``, except ``verify`` with the schemes of Stripe, GitHub and Slack.
 """
 
 from importlib import import_module

@@ -1,8 +1,7 @@
-"""The URLs and addresses that a webhook may reach. URLs come from customers, so all of this treats them as hostile.
+"""The URLs and addresses that a webhook may reach. URLs come from customers, so they are untrusted.
 
-A URL is checked without the network first. The host name is resolved once for each connection, every address is
-checked, and the connection goes to one of exactly these addresses: a name that resolves differently a moment later
-changes nothing.
+A URL is first checked offline. Its host name is resolved once per connection, every address is checked, and the
+connection is made to one of these addresses, which prevents DNS rebinding.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from outboxio.errors import ConfigurationError, Unprocessable
 
 LONGEST_URL = 2048
 MOST_TRIED = 3  # addresses of a host name
-MOST_RESOLVING = 256  # threads that resolve names at the same time: name servers of customers may keep many waiting
-MOST_RECEIVED = 128 * 1024  # bytes of an answer, with all that HTTP puts around it
+MOST_RESOLVING = 256  # threads that resolve names at the same time: customers' name servers may be slow
+MOST_RECEIVED = 128 * 1024  # bytes of a response, including headers and framing
 
 Address = IPv4Address | IPv6Address
 
@@ -33,8 +32,8 @@ _FORBIDDEN = [ip_network(one) for one in (
     "100.64.0.0/10", "168.63.129.16/32", "192.0.0.0/24", "192.88.99.0/24", "198.18.0.0/15", "224.0.0.0/3",
     "2001::/23", "2001:db8::/32", "2002::/16", "3fff::/20",
 )]  # fmt: skip
-"""What some version of Python counts as global: shared addresses, Azure's metadata service, relays of 6to4, multicast,
-reserved networks, Teredo and 6to4, which embed IPv4 addresses."""
+"""Networks that some version of Python counts as global: shared addresses, Azure's metadata service, 6to4 relays,
+multicast, reserved networks, Teredo and 6to4, which embed IPv4 addresses."""
 _UNICAST = ip_network("2000::/3")  # without IPv4-mapped and -compatible addresses, and without NAT64
 
 _is_name = re.compile(r"(?:[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?\.)+[a-z][a-z0-9-]{0,61}[a-z0-9]").fullmatch
@@ -43,24 +42,24 @@ _is_plain = re.compile(r"[!#-;=?-\[\]_a-z~]+").fullmatch  # ASCII without blanks
 
 
 class UrlRefused(Unprocessable):
-    """The URL of an endpoint is never requested."""
+    """The URL of an endpoint is not allowed."""
 
 
 class AllowList:
-    """Hosts and networks that are reached although they are not public, also by ``http``.
+    """Hosts and networks that may be reached although they are not public, even by ``http``.
 
     Raises :class:`~outboxio.ConfigurationError` for an entry that is neither a network nor a host name.
     """
 
     def __init__(self, allow: Iterable[str]) -> None:
         if isinstance(allow, str):
-            raise ConfigurationError(f"allow={allow!r} is one string; give a list: [{allow!r}]")
+            raise ConfigurationError(f"allow={allow!r} is a string; pass a list: [{allow!r}]")
         entries = [str(entry).lower() for entry in allow]
         names = {entry for entry in entries if _is_name(entry) or _is_word(entry)}
         try:
             self._networks = [ip_network(entry) for entry in entries if entry not in names]
         except ValueError as error:
-            raise ConfigurationError(f"allow: {error}; expected networks as '10.0.0.0/8', and host names") from None
+            raise ConfigurationError(f"allow: {error}; expected networks such as '10.0.0.0/8', or host names") from None
         self._names = names
 
     def admits(self, host: str, address: Address | None) -> bool:
@@ -76,11 +75,11 @@ def is_public(address: Address) -> bool:
 
 
 def checked_url(url: str, allowed: AllowList) -> httpcore.URL:
-    """The URL to request. Raises :class:`UrlRefused` for a URL that is never requested."""
+    """Return the URL to request. Raises :class:`UrlRefused` for a URL that is not allowed."""
     if len(url) > LONGEST_URL:
-        raise _refused(f"it has {len(url)} characters, and {LONGEST_URL} are allowed")
+        raise _refused(f"it has {len(url)} characters; at most {LONGEST_URL} are allowed")
     if not _is_plain(url):
-        raise _refused("it has a character that needs escaping; host names are written in ASCII (xn--...)")
+        raise _refused("it contains a character that must be escaped; host names are written in ASCII (xn--...)")
     try:
         parts = urlsplit(url)
         host, port = parts.hostname or "", parts.port
@@ -98,13 +97,13 @@ def checked_url(url: str, allowed: AllowList) -> httpcore.URL:
         if address is not None and not is_public(address):
             raise _refused(f"{host} is not a public address")
         if port is not None and port != 443 and port < 1024:
-            raise _refused(f"port {port} is not 443, and below 1024")
+            raise _refused(f"port {port} is not allowed; use 443 or a port above 1023")
     target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     return httpcore.URL(scheme=parts.scheme, host=host, port=port, target=target)
 
 
 def _refused(reason: str) -> UrlRefused:
-    return UrlRefused(f"the URL of the endpoint is refused: {reason}")
+    return UrlRefused(f"the URL of the endpoint is not allowed: {reason}")
 
 
 def _address(host: str) -> Address | None:
@@ -115,9 +114,9 @@ def _address(host: str) -> Address | None:
 
 
 async def resolve(host: str, port: int, limiter: anyio.CapacityLimiter) -> list[str]:
-    """The addresses of a host name. Raises :class:`OSError` for a name without addresses.
+    """Return the addresses of a host name. Raises :class:`OSError` for a name without addresses.
 
-    In threads of its own: a slow name server must not keep the application's threads.
+    Uses separate threads: a slow name server must not block your application's threads.
     """
     read = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
     found = await anyio.to_thread.run_sync(read, abandon_on_cancel=True, limiter=limiter)
@@ -125,7 +124,7 @@ async def resolve(host: str, port: int, limiter: anyio.CapacityLimiter) -> list[
 
 
 class CheckedBackend(httpcore.AsyncNetworkBackend):
-    """Opens connections to checked addresses only. TLS still verifies the certificate against the host name."""
+    """Connects only to checked addresses. TLS still verifies the certificate against the host name."""
 
     def __init__(self, allowed: AllowList) -> None:
         self._allowed = allowed
@@ -141,7 +140,7 @@ class CheckedBackend(httpcore.AsyncNetworkBackend):
             for address in addresses:
                 if not (is_public(ip_address(address)) or self._allowed.admits(host, ip_address(address))):
                     # Without the address: customers may read the error, and must not explore internal names.
-                    raise httpcore.ConnectError(f"{host} has an address that is not public")
+                    raise httpcore.ConnectError(f"{host} resolves to an address that is not public")
             failure: Exception | None = None
             tried = addresses[:MOST_TRIED]
             share = timeout and timeout / max(len(tried), 1)  # an address that drops packets leaves time for the next
@@ -155,9 +154,9 @@ class CheckedBackend(httpcore.AsyncNetworkBackend):
 
 
 class _Limited(httpcore.AsyncNetworkStream):
-    """A connection that receives a limited number of bytes after each write.
+    """A connection that accepts a limited number of bytes after each write.
 
-    Nothing else limits what is no content, such as answers 100, which would keep the event loop busy.
+    Nothing else limits data outside of the body, such as endless 100 responses, which would block the event loop.
     """
 
     def __init__(self, stream: httpcore.AsyncNetworkStream) -> None:
@@ -168,7 +167,7 @@ class _Limited(httpcore.AsyncNetworkStream):
         received = await self._stream.read(min(max_bytes, self._left + 1), timeout)
         self._left -= len(received)
         if self._left < 0:
-            raise httpcore.ReadError(f"the answer has more than {MOST_RECEIVED // 1024} KiB")
+            raise httpcore.ReadError(f"the response is larger than {MOST_RECEIVED // 1024} KiB")
         return received
 
     async def write(self, buffer: bytes, timeout: float | None = None) -> None:

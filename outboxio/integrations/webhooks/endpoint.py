@@ -1,4 +1,4 @@
-"""Endpoints, and what a process knows of them: requests under way, failures, and when to try again."""
+"""Endpoints, and their state in this process: running requests, failures, and when to retry."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from outboxio.support.text import briefly
 MODEL = "WebhookEndpoint"
 """The model type of deliveries; the model id is the id of the endpoint."""
 
-LANES = 10_000  # endpoints that a process knows, and more only while they are in use
-REQUESTS = 4  # under way at the same time, for each endpoint and process
-FAST, MOST_INSIDE = 0.1, 32  # an endpoint that answers within FAST seconds may have some deliveries wait for a request
+LANES = 10_000  # endpoints that a process remembers; more only while they are in use
+REQUESTS = 4  # concurrent requests per endpoint and process
+FAST, MOST_INSIDE = 0.1, 32  # for an endpoint that responds within FAST seconds, deliveries may wait for a free request
 OPENS_AFTER = 2  # failures in a row
 LONGEST_PAUSE, LONGEST_WAIT, DISABLED_FOR = 60.0, 1800.0, 600.0  # seconds: of an open circuit, and of a delivery
 
@@ -33,12 +33,12 @@ LONGEST_PAUSE, LONGEST_WAIT, DISABLED_FOR = 60.0, 1800.0, 600.0  # seconds: of a
 class Endpoint(Struct, frozen=True):
     """A receiver of webhooks.
 
-    ``url``: given by a customer, and treated as hostile. ``secrets``: the keys that sign, ``"whsec_..."`` in base64;
-    each request is signed with all of them, so a customer changes to a new secret while both are valid. ``id``: names
-    the endpoint in the tables, so give the primary key of your row; by default a hash of the URL.
+    ``url``: supplied by a customer, and treated as untrusted. ``secrets``: the signing keys, ``"whsec_..."`` in base64.
+    Each request is signed with all of them, so a customer can switch to a new secret while both are valid. ``id``:
+    identifies the endpoint in the tables, so use the primary key of your row; by default a hash of the URL.
 
-    Raises :class:`~outboxio.ConfigurationError` for an id or secrets of a wrong type, or a secret that is not base64. A
-    URL is refused at delivery, because one bad URL must not keep the event from other endpoints.
+    Raises :class:`~outboxio.ConfigurationError` if the id or the secrets have the wrong type, or a secret is not
+    base64. The URL is checked at delivery, so that one bad URL does not affect other endpoints of the event.
 
     Example::
 
@@ -50,10 +50,10 @@ class Endpoint(Struct, frozen=True):
     id: str | None = None
 
     def __post_init__(self) -> None:
-        given: Any = self  # callers may not be typed
-        if not isinstance(given.url, str):
+        untyped: Any = self  # callers may not be typed
+        if not isinstance(untyped.url, str):
             raise ConfigurationError(f"url of endpoint {self.id!r} is {briefly(self.url)}; expected a string")
-        secrets: Any = given.secrets
+        secrets: Any = untyped.secrets
         is_list = isinstance(secrets, Iterable) and not isinstance(secrets, str | bytes)
         listed = tuple(cast("Iterable[str]", secrets)) if is_list else ()  # an iterator is read once
         if not listed:
@@ -63,8 +63,10 @@ class Endpoint(Struct, frozen=True):
             try:
                 Webhook(secret)
             except Exception:
-                raise ConfigurationError(f"endpoint {self!r} has a secret that is not 'whsec_' and base64") from None
-        if given.id is not None and (not isinstance(given.id, str) or not 0 < len(given.id) <= NAME_LENGTH):
+                raise ConfigurationError(
+                    f"endpoint {self!r} has a secret that is not 'whsec_' followed by base64"
+                ) from None
+        if untyped.id is not None and (not isinstance(untyped.id, str) or not 0 < len(untyped.id) <= NAME_LENGTH):
             raise ConfigurationError(
                 f"id of endpoint {self!r} is {briefly(self.id)}; expected text of 1 to {NAME_LENGTH} characters"
             )
@@ -72,24 +74,24 @@ class Endpoint(Struct, frozen=True):
 
     @property
     def key(self) -> str:
-        """The id, which is never ``None`` after construction."""
+        """The id, never ``None`` after construction."""
         assert self.id is not None
         return self.id
 
     def signature(self, message_id: str, now: datetime, body: str) -> str:
-        """The value of ``webhook-signature``: a signature for each secret."""
+        """Return the value of ``webhook-signature``, with a signature for each secret."""
         return " ".join(Webhook(secret).sign(message_id, now, body) for secret in self.secrets)
 
-    def __repr__(self) -> str:  # without secrets, and of the URL only the host: password, path and query may be one
+    def __repr__(self) -> str:  # only the host: the rest of the URL may contain secrets
         host = re.split(r"[/?#\\]", self.url.partition("//")[2])[0].rpartition("@")[2]
         return f"<Endpoint {self.id} of {host[-80:]!r}>"
 
 
 class WebhookEndpointDisabled(Event, frozen=True):
-    """An endpoint has answered 410, its URL is refused, or its deliveries have failed until the end of their retries.
+    """An endpoint responded with 410, its URL is not allowed, or a delivery failed after all retries.
 
-    Handle the event to mark your row of the endpoint, so that ``endpoints`` does not return it any more. ``reason`` is
-    a sentence for the customer.
+    Handle this event to update your row of the endpoint, so that ``endpoints`` no longer returns it. ``reason`` is a
+    sentence that you can show to the customer.
 
     Example::
 
@@ -103,7 +105,7 @@ class WebhookEndpointDisabled(Event, frozen=True):
 
 
 class DeliveryPostponed(RetryAfter):
-    """A delivery is made later: the endpoint asks for it, or the endpoint is failing, or is busy."""
+    """A delivery is postponed: the endpoint requested it, is failing, or is busy."""
 
     def __init__(self, seconds: float, reason: str, *, count_attempt: bool) -> None:
         super().__init__(round(max(seconds, 0.01), 3), count_attempt=count_attempt)
@@ -111,37 +113,37 @@ class DeliveryPostponed(RetryAfter):
 
 
 class Lane:
-    """An endpoint as this process knows it: requests under way, and a circuit breaker.
+    """The state of an endpoint in this process: running requests, and a circuit breaker.
 
-    A delivery that may not start is postponed, which uses no attempt and keeps no run of the handler. Postponed
-    deliveries get times one behind the other, so that few of them are postponed again.
+    A delivery that may not start is postponed, which neither counts as an attempt nor occupies the handler. Postponed
+    deliveries are scheduled one after the other, so that few of them are postponed again.
     """
 
     def __init__(self) -> None:
         self.failures = 0
         self.succeeded_date: datetime | None = None
-        """The date of the newest event that the endpoint took."""
+        """The date of the newest event delivered to the endpoint."""
         self._inside = 0
         self._requests = asyncio.Semaphore(REQUESTS)
-        self._pace = 1.0  # seconds of a request, of late
+        self._pace = 1.0  # recent seconds per request
         self._open_until = 0.0
         self._pause = self._planned = 0.0
         self._reason = ""
         self._disabled_by: UUID | None = None
 
     def is_idle(self) -> bool:
-        """True if nothing is lost with this object but figures: no requests, no pause, no deliveries that wait."""
+        """True if the object can be discarded: no running requests, no pause, no scheduled deliveries."""
         return not self._inside and max(self._open_until, self._planned) <= _now()
 
     @asynccontextmanager
     async def request(self) -> AsyncGenerator[None]:
-        """Make a request within the block. Raises :class:`DeliveryPostponed` if the endpoint may not be asked now."""
+        """Make a request within the block. Raises :class:`DeliveryPostponed` if none may be sent now."""
         self._inside += 1
         try:
             self._refuse_open()
             most = 1 if self.failures >= OPENS_AFTER else MOST_INSIDE if self._pace < FAST else REQUESTS
             if self._inside > most:
-                raise self._later(self._reason if most == 1 else f"{REQUESTS} requests to the endpoint are under way")
+                raise self._later(self._reason if most == 1 else f"{REQUESTS} requests to the endpoint are in progress")
             async with self._requests:
                 self._refuse_open()
                 yield
@@ -154,7 +156,7 @@ class Lane:
 
     def _later(self, reason: str) -> DeliveryPostponed:
         now = _now()
-        # Behind an open circuit, a retry of each delivery in every pause would cost more than the requests.
+        # While the circuit is open, retrying each delivery in every pause would cost more than the requests.
         self._planned = max(self._planned, self._open_until, now) + (self._pause / 2 or self._pace / REQUESTS)
         wait = self._planned - now
         return DeliveryPostponed(
@@ -177,7 +179,7 @@ class Lane:
         self._open_until = max(self._open_until, _now() + pause)
 
     def disable(self, by: UUID, reason: str) -> bool:
-        """Send nothing for 10 min; False if another notification has done so already."""
+        """Send nothing for 10 min. Return False if another notification has already disabled the endpoint."""
         if self._disabled_by not in (None, by) and self._open_until > _now():
             return False
         self._disabled_by, self.failures, self._reason = by, max(self.failures, OPENS_AFTER), reason

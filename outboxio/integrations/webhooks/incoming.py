@@ -32,21 +32,21 @@ def verify(
     scheme: Literal["standard", "stripe", "github", "slack"] = "standard",
     tolerance: DurationLike = "5m",
 ) -> str:
-    """Verify the signature of a webhook, and return the id of its message, for ``external_id`` of the inbox.
+    """Verify the signature of a webhook, and return its message id, for ``external_id`` of the inbox.
 
-    ``headers``: a mapping, or pairs of text or bytes, in any case. ``body``: the bytes of the request as they were
-    received. ``secrets``: one secret, or several during a rotation; text as the provider shows it, or bytes.
-    ``tolerance``: how far the time of signing may be from the present, before and after: a ``timedelta``, seconds, or
-    text. GitHub signs no time. The id is
+    ``headers``: a mapping, or pairs of str or bytes; names are case-insensitive. ``body``: the raw bytes of the
+    request. ``secrets``: one secret, or several during a rotation, as str (as the provider shows it) or bytes.
+    ``tolerance``: how far the signing time may be from the current time, in either direction: a ``timedelta``, seconds,
+    or a string. GitHub does not sign a time. The message id is
 
     * ``standard`` (Standard Webhooks): the header ``webhook-id``;
     * ``stripe``: ``id`` in the body;
     * ``github``: the header ``X-GitHub-Delivery``, which GitHub does not sign;
-    * ``slack``: ``event_id`` in the body. Commands and interactions have none, so it is the SHA-256 of the body.
+    * ``slack``: ``event_id`` in the body, or the SHA-256 of the body for commands and interactions, which have none.
 
-    Raises :class:`InvalidSignature`, for which you answer 401; :class:`InvalidEvent` if a body that Stripe has signed
-    is not a JSON object with an id, for which you answer 422; and :class:`ConfigurationError` for a decoded ``body``,
-    an empty or malformed secret, an unknown scheme, and for ``standard`` without the library ``standardwebhooks``.
+    Raises :class:`InvalidSignature` (respond with 401); :class:`InvalidEvent` if a body signed by Stripe is not a JSON
+    object with an id (respond with 422); and :class:`ConfigurationError` for a decoded ``body``, an empty or malformed
+    secret, an unknown scheme, or ``standard`` without the library ``standardwebhooks``.
 
     Example::
 
@@ -57,14 +57,14 @@ def verify(
     """
     if not isinstance(body, bytes):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not be typed
         raise ConfigurationError(
-            f"body is a {type(body).__name__}; give the bytes of the request as they were received, such as "
+            f"body is a {type(body).__name__}; pass the raw bytes of the request, such as "
             "await request.body(): a decoded body may differ from the bytes that were signed"
         )
     if (verified := _SCHEMES.get(scheme)) is None:
-        raise ConfigurationError(f"there is no scheme {briefly(scheme)}: {instead_of(str(scheme), _SCHEMES)}")
+        raise ConfigurationError(f"unknown scheme {briefly(scheme)}: {instead_of(str(scheme), _SCHEMES)}")
     listed = [secrets] if isinstance(secrets, str | bytes) else list(secrets or ())
     if not listed or not all(isinstance(one, str | bytes) and one.strip() for one in listed):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may not be typed
-        raise ConfigurationError("secrets: expected one secret or several, as text or bytes, and none of them empty")
+        raise ConfigurationError("secrets: expected one or more non-empty secrets, as str or bytes")
     return verified(_Request(scheme, _by_name(headers), body, parse_duration(tolerance, key="tolerance")), listed)
 
 
@@ -75,14 +75,14 @@ class _Request(Struct):
     tolerance: timedelta
 
     def header(self, name: str) -> str:
-        """The value of a header that must be there once, in ASCII."""
+        """Return the value of a header that must occur exactly once, in ASCII."""
         values = self.headers.get(name.lower(), [])
         if len(values) != 1 or not values[0] or not values[0].isascii():
             raise self.invalid(f"the header {name} is missing, was sent more than once, or is not ASCII")
         return values[0]
 
     def recent(self, timestamp: str) -> int:
-        """The Unix time of signing, if it is within the tolerance."""
+        """Return the Unix time of signing if it is within the tolerance; otherwise raise."""
         if not _is_unix_time(timestamp):
             raise self.invalid("the timestamp is not a Unix time in seconds")
         age = machine.time_ns() / 1e9 - int(timestamp)
@@ -91,16 +91,16 @@ class _Request(Struct):
             raise self.invalid(f"it was signed {away}; the tolerance is {format_duration(self.tolerance)}")
         return int(timestamp)
 
-    def require(self, given: Iterable[str], valid: Sequence[str]) -> None:
-        """Raise :class:`InvalidSignature` unless one of the given signatures is valid."""
-        if not any(hmac.compare_digest(one, other) for one in given for other in valid):
-            raise self.invalid("no signature fits the body; check the secret, and that the body is as it was received")
+    def require(self, signatures: Iterable[str], valid: Sequence[str]) -> None:
+        """Raise :class:`InvalidSignature` unless one of the signatures is valid."""
+        if not any(hmac.compare_digest(one, other) for one in signatures for other in valid):
+            raise self.invalid("no signature matches the body; check the secret, and that the body was not modified")
 
     def invalid(self, reason: str) -> InvalidSignature:
         return InvalidSignature(self.scheme, reason)
 
     def text(self, name: str) -> str | None:
-        """A text in the body; ``None`` if the body is not a JSON object with that text."""
+        """Return a string field of the body; ``None`` if the body is not a JSON object with that field."""
         try:
             value = msgspec.json.decode(self.body, type=dict[str, Any]).get(name)
         except (ValueError, RecursionError):
@@ -132,22 +132,22 @@ def _standard(request: _Request, secrets: list[Secret]) -> str:
 def _stripe(request: _Request, secrets: list[Secret]) -> str:
     fields = [field.partition("=") for field in request.header("Stripe-Signature").split(",")]
     time = request.recent(",".join(value for name, _, value in fields if name == "t"))
-    given = [value for name, _, value in fields if name == "v1"]
-    request.require(given, _hex(secrets, b"%d.%b" % (time, request.body)))
+    signatures = [value for name, _, value in fields if name == "v1"]
+    request.require(signatures, _hex(secrets, b"%d.%b" % (time, request.body)))
     if (id := request.text("id")) is None:
-        raise InvalidEvent("the signed body of a webhook of Stripe", "it is not a JSON object with an id")
+        raise InvalidEvent("the signed body of a Stripe webhook", "it is not a JSON object with an id")
     return id
 
 
 def _github(request: _Request, secrets: list[Secret]) -> str:
-    id, given = request.header("X-GitHub-Delivery"), request.header("X-Hub-Signature-256")
-    request.require([given], _hex(secrets, request.body, "sha256="))
+    id, signature = request.header("X-GitHub-Delivery"), request.header("X-Hub-Signature-256")
+    request.require([signature], _hex(secrets, request.body, "sha256="))
     return id
 
 
 def _slack(request: _Request, secrets: list[Secret]) -> str:
-    time, given = request.recent(request.header("X-Slack-Request-Timestamp")), request.header("X-Slack-Signature")
-    request.require([given], _hex(secrets, b"v0:%d:%b" % (time, request.body), "v0="))
+    time, signature = request.recent(request.header("X-Slack-Request-Timestamp")), request.header("X-Slack-Signature")
+    request.require([signature], _hex(secrets, b"v0:%d:%b" % (time, request.body), "v0="))
     return request.text("event_id") or f"sha256-{sha256(request.body).hexdigest()}"
 
 
@@ -157,18 +157,18 @@ _SCHEMES: dict[str, Callable[[_Request, list[Secret]], str]] = {
 
 
 def _hex(secrets: list[Secret], signed: bytes, prefix: str = "") -> list[str]:
-    """The signature by each secret."""
+    """Return the signature for each secret."""
     keys = [one.encode() if isinstance(one, str) else one for one in secrets]
     return [prefix + hmac.digest(key, signed, "sha256").hex() for key in keys]
 
 
 def _by_name(headers: Headers) -> dict[str, list[str]]:
-    """The values of each header, by the name in lower case."""
+    """Return the values of each header, by lower-case name."""
     found: defaultdict[str, list[str]] = defaultdict(list)
     try:
         for pair in cast(Any, headers).items() if hasattr(headers, "items") else headers:
             name, value = (one.decode("latin-1") if isinstance(one, bytes) else one for one in pair)
             found[name.lower()].append(value + "")  # TypeError for a list of values
     except (AttributeError, TypeError, ValueError):
-        raise ConfigurationError("headers: expected a mapping of text to text, or pairs of text or bytes") from None
+        raise ConfigurationError("headers: expected a mapping of str to str, or pairs of str or bytes") from None
     return found

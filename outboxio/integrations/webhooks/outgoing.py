@@ -1,8 +1,8 @@
-"""Outgoing webhooks: an event becomes one delivery for each endpoint, and each delivery one signed request.
+"""Outgoing webhooks: an event becomes one delivery per endpoint, and each delivery one signed request.
 
-``Webhooks`` registers two handlers. The first turns an event into events of the type :class:`WebhookDelivery`, exactly
-once and in one transaction. The second makes the requests. So each endpoint has a notification of its own, with its
-own attempts, and an endpoint that is down delays no other.
+``Webhooks`` registers two handlers. The first one emits a :class:`WebhookDelivery` event per endpoint, exactly once and
+in one transaction. The second one sends the requests. So each endpoint has its own notification and attempts, and an
+endpoint that is down does not delay the others.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ RETRY = RetryPolicy(base="5s", factor=4, cap="8h", retention="5d")
 
 
 class WebhookOptions(TypedDict, total=False):
-    """The keywords of :class:`Webhooks`.
+    """The options of :class:`Webhooks`.
 
-    * ``name``: the handler's name. The handler of the deliveries has this name with ``.deliveries`` behind it.
+    * ``name``: the handler's name. The handler of the deliveries has the same name with the suffix ``.deliveries``.
     * ``types``: the event types, as in ``@outbox.handler``; or ``topic``, all events on a topic.
     * ``endpoints``: see :class:`Webhooks`.
-    * ``ordered``: each endpoint gets its events one after the other, and waits behind a delivery that fails.
-    * ``timeout``: of a request in all, 15 s by default; ``connect_timeout``: until it is connected, 5 s.
-    * ``retry``: the attempts of a delivery; by default after 5 s, 20 s, 80 s ... 8 h, for 5 days.
-    * ``concurrency``: the deliveries under way in a process, 256 by default; an endpoint has at most 4 requests.
-    * ``allow``: host names and networks that are reached although they are not public, for tests and receivers inside.
+    * ``ordered``: each endpoint gets its events in order; a failed delivery blocks the later ones.
+    * ``timeout``: total time of a request, 15 s by default; ``connect_timeout``: time to connect, 5 s by default.
+    * ``retry``: retry policy of deliveries; by default after 5 s, 20 s, 80 s ... 8 h, for 5 days.
+    * ``concurrency``: concurrent deliveries in a process, 256 by default; at most 4 requests per endpoint.
+    * ``allow``: host names and networks that may be reached although they are not public, for tests and internal use.
     * ``raw``, ``aliases``, ``since``: as in ``@outbox.handler``.
     """
 
@@ -81,9 +81,9 @@ class WebhookOptions(TypedDict, total=False):
 
 @event("outboxio.WebhookDelivery")
 class WebhookDelivery(msgspec.Struct, frozen=True):
-    """An event that an endpoint should get. Holds no URL and no secrets: both are looked up at each attempt.
+    """An event to deliver to an endpoint. Contains no URL or secrets, which are looked up at each attempt.
 
-    Not a subclass of ``Event``: handlers of ``Event`` get all events, and these may be ``Webhooks`` themselves.
+    Not a subclass of ``Event``, because a handler of ``Event``, which gets all events, may be a ``Webhooks`` itself.
     """
 
     endpoint_id: str
@@ -96,23 +96,23 @@ class WebhookDelivery(msgspec.Struct, frozen=True):
 
 
 class Webhooks(EventHandler[Any]):
-    """Sends each event to every endpoint that wants it, signed as Standard Webhooks says.
+    """Sends each event to its endpoints, signed as specified by Standard Webhooks.
 
-    ``endpoints`` is a list of endpoints, or a function of the envelope, async or plain, that returns the endpoints of
-    an event, such as those of its tenant. The function is called when the event is handled, and again for each attempt
-    of a delivery, so URL and secrets are the current ones. ``envelope.tx`` can read a table of the application both
-    times. At an attempt it is read-only, and of the envelope only ``event``, ``event_id``, ``event_type``,
-    ``model_id``, ``model_type``, ``correlation_id``, ``shard`` and ``resources`` are those of the original event. A
-    delivery whose endpoint is not returned any more ends DEAD.
+    ``endpoints`` is a list of endpoints, or a sync or async function of the envelope that returns the endpoints of an
+    event, for example those of its tenant. The function is called when the event is handled, and again at each attempt
+    of a delivery, so the URL and the secrets are always current. It can read your tables through ``envelope.tx``, which
+    is read-only during an attempt. There, only ``event``, ``event_id``, ``event_type``, ``model_id``, ``model_type``,
+    ``correlation_id``, ``shard`` and ``resources`` of the envelope are those of the original event. If the function no
+    longer returns the endpoint, the delivery becomes DEAD.
 
-    The body is ``{"type", "timestamp", "data"}``, and ``webhook-id`` is the id of the event. An answer with a status of
-    2xx is a success. An answer 410 ends the delivery DEAD, and any other answer is tried again. Redirects are not
-    followed. After a 410, or a delivery that failed until the end of ``retry`` without a success of the endpoint in
-    between, the outbox emits :class:`WebhookEndpointDisabled`, and sends the endpoint nothing for 10 min.
+    The body is ``{"type", "timestamp", "data"}``, and ``webhook-id`` is the event id. A 2xx response is a success.
+    After a 410 response the delivery becomes DEAD; after any other it is retried. Redirects are not followed. After a
+    410, or when a delivery has used up ``retry`` and the endpoint has had no success in the meantime, the outbox emits
+    :class:`WebhookEndpointDisabled` and sends nothing to the endpoint for 10 min.
 
-    A URL has to be ``https`` on port 443 or above 1023, and its host has to have public addresses only.
+    A URL must be ``https`` on port 443 or above 1023, and its host must have only public addresses.
 
-    Raises :class:`~outboxio.ConfigurationError` for an option that cannot be understood.
+    Raises :class:`~outboxio.ConfigurationError` for an invalid option.
 
     Example::
 
@@ -132,9 +132,9 @@ class Webhooks(EventHandler[Any]):
             if option not in WebhookOptions.__annotations__:
                 hint = instead_of(option, WebhookOptions.__annotations__)
                 raise ConfigurationError(f"Webhooks {options.get('name')!r} has no option {option!r}: {hint}")
-        given: Any = options.get("endpoints")
-        self._endpoints = cast("Endpoints", given if callable(given) else checked_endpoints(given))
-        own: dict[str, Any] = {name: given for name, given in options.items() if name in _OF_FIRST}
+        endpoints: Any = options.get("endpoints")
+        self._endpoints = cast("Endpoints", endpoints if callable(endpoints) else checked_endpoints(endpoints))
+        own: dict[str, Any] = {name: value for name, value in options.items() if name in _OF_FIRST}
         self.__dict__.update(own, event_types=options.get("types", ()))  # class variables, which each object has
         self._deliveries = _Deliveries(self, options)
 
@@ -147,7 +147,7 @@ class Webhooks(EventHandler[Any]):
             body = _body(envelope)
             for endpoint in await self.endpoints_of(envelope):
                 if (envelope.model_type, envelope.model_id) == (MODEL, endpoint.key):
-                    continue  # not to an endpoint that it is disabled, which would disable it again
+                    continue  # its own WebhookEndpointDisabled event would disable it again
                 delivery = WebhookDelivery(
                     endpoint.key, envelope.event_id, envelope.event_type, envelope.event_version, envelope.model_id,
                     envelope.model_type, body,
@@ -161,14 +161,14 @@ class Webhooks(EventHandler[Any]):
                 )
 
     async def endpoints_of(self, envelope: Envelope) -> list[Endpoint]:
-        """The endpoints of an event. :class:`~outboxio.ConfigurationError` if the function returns anything else."""
+        """Return the endpoints of an event. Raises :class:`~outboxio.ConfigurationError` for an invalid result."""
         if not callable(self._endpoints):
             return cast("list[Endpoint]", self._endpoints)
         found = self._endpoints(envelope)
         return checked_endpoints(await found if isawaitable(found) else found)
 
     async def endpoint(self, envelope: EventEnvelope[WebhookDelivery]) -> Endpoint | None:
-        """The endpoint of a delivery as it is now; ``None`` if it is not among the endpoints of the event any more."""
+        """Return the current endpoint of a delivery; ``None`` if the event no longer has this endpoint."""
         delivery, original = envelope.event, envelope
         async with AsyncExitStack() as stack:
             if callable(self._endpoints):
@@ -181,7 +181,7 @@ class Webhooks(EventHandler[Any]):
         return next((one for one in found if one.key == delivery.endpoint_id), None)
 
     def _original(self, envelope: EventEnvelope[WebhookDelivery]) -> Envelope:
-        """An envelope of the event that the delivery is about."""
+        """Return an envelope of the delivered event."""
         delivery, row = envelope.event, envelope._row
         payload = bytes(msgspec.json.decode(delivery.body, type=dict[str, msgspec.Raw])["data"])
         context = replace(
@@ -202,7 +202,7 @@ class Webhooks(EventHandler[Any]):
 
 
 class _Deliveries(EventHandler[WebhookDelivery]):
-    """The handler that makes the requests."""
+    """The handler that sends the requests."""
 
     event_types: ClassVar[Any] = (WebhookDelivery,)
 
@@ -222,13 +222,13 @@ class _Deliveries(EventHandler[WebhookDelivery]):
         )  # fmt: skip
 
     async def handle(self, envelope: EventEnvelope[WebhookDelivery]) -> None:
-        """Make one request. An error says what follows: another attempt, a later one, or none."""
+        """Send one request. The type of an error determines whether and when it is retried."""
         delivery = envelope.event
         lane = self._lane(delivery.endpoint_id)
         async with lane.request():
             endpoint = await self._webhooks.endpoint(envelope)
             if endpoint is None:
-                missing = f"endpoints= does not return endpoint {delivery.endpoint_id!r} any more"
+                missing = f"endpoints= no longer returns endpoint {delivery.endpoint_id!r}"
                 raise EndpointMissing(f"{missing}: it was removed or disabled")
             started = asyncio.get_running_loop().time()
             try:
@@ -241,7 +241,7 @@ class _Deliveries(EventHandler[WebhookDelivery]):
     async def on_dead(  # pyright: ignore[reportIncompatibleVariableOverride]  # a handler may write the option as a method
         self, envelope: EventEnvelope[WebhookDelivery], error: HandlerFailed
     ) -> None:
-        """Disable an endpoint that is gone, or has had no success since the event of this delivery."""
+        """Disable an endpoint that is gone, or that has had no success since this event."""
         delivery: Any = envelope.event  # None if it cannot be decoded
         if delivery is None or not error.type.endswith(_OF_ENDPOINTS):  # such as an error of the callable endpoints
             return
@@ -253,7 +253,7 @@ class _Deliveries(EventHandler[WebhookDelivery]):
             envelope.emit(disabled, model_id=delivery.endpoint_id, model_type=MODEL)
 
     async def _has_worked(self, lane: Lane, envelope: EventEnvelope[WebhookDelivery]) -> bool:
-        """True if the endpoint took a later event, or any event in another process or before a restart."""
+        """True if the endpoint has received a later event, according to this process or to the tables."""
         if lane.succeeded_date is not None and lane.succeeded_date > envelope.event_date:
             return True
         taken = Filter(
@@ -261,7 +261,7 @@ class _Deliveries(EventHandler[WebhookDelivery]):
         )
         outbox: Any = envelope._context.outbox
         page = await outbox.admin.list(taken, 1, documents=False, shard=envelope.shard)
-        return bool(page) or page.next is not None  # the read has ended before the list
+        return bool(page) or page.next is not None  # the read stopped before the end of the list
 
     def _lane(self, endpoint_id: str) -> Lane:
         known = self._lanes.pop(endpoint_id) if endpoint_id in self._lanes else None  # the newest is at the end
@@ -278,18 +278,20 @@ class _Deliveries(EventHandler[WebhookDelivery]):
 
 
 class EndpointMissing(Unprocessable):
-    """The endpoint of a delivery is not among the endpoints of its event any more."""
+    """The event of a delivery no longer has this endpoint."""
 
 
 _OF_ENDPOINTS = tuple(cls.__name__ for cls in (DeliveryFailed, DeliveryPostponed, EndpointGone, UrlRefused))
 
 
-def checked_endpoints(given: Any) -> list[Endpoint]:
-    """The endpoints as a list, each id once. :class:`~outboxio.ConfigurationError` for anything else."""
-    found: list[Any] = list(given) if isinstance(given, Iterable) else [given]  # pyright: ignore[reportUnknownArgumentType]  # checked below
+def checked_endpoints(endpoints: Any) -> list[Endpoint]:
+    """Return endpoints as a list with unique ids. Raises :class:`~outboxio.ConfigurationError` for anything else."""
+    found: list[Any] = list(endpoints) if isinstance(endpoints, Iterable) else [endpoints]  # pyright: ignore[reportUnknownArgumentType]  # checked below
     for one in found:
         if not isinstance(one, Endpoint):
-            raise ConfigurationError(f"endpoints= has {briefly(one)}; expected Endpoint objects, or a function of them")
+            raise ConfigurationError(
+                f"endpoints= has {briefly(one)}; expected Endpoint objects, or a function that returns them"
+            )
     by_key: dict[str, Endpoint] = {}
     for one in cast("list[Endpoint]", found):
         other = by_key.setdefault(one.key, one)
@@ -301,6 +303,6 @@ def checked_endpoints(given: Any) -> list[Endpoint]:
 
 
 def _body(envelope: Envelope) -> str:
-    """The body as Standard Webhooks recommends, with the stored JSON of the event."""
-    moment, data = f"{envelope.event_date.isoformat()}Z", msgspec.Raw(envelope.payload)
-    return msgspec.json.encode({"type": envelope.event_type, "timestamp": moment, "data": data}).decode()
+    """Return the body recommended by Standard Webhooks, with the stored JSON of the event."""
+    timestamp, data = f"{envelope.event_date.isoformat()}Z", msgspec.Raw(envelope.payload)
+    return msgspec.json.encode({"type": envelope.event_type, "timestamp": timestamp, "data": data}).decode()

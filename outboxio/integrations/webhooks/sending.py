@@ -1,4 +1,4 @@
-"""One request of a webhook: signed, limited in everything, and an error that says what follows."""
+"""A single webhook request: signed, with limits on time and size, and an error that determines what happens next."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ _FAILURES = (OSError, httpcore.NetworkError, httpcore.TimeoutException, httpcore
 
 
 class DeliveryFailed(Exception):
-    """An endpoint did not answer, or not with a status of 2xx. The delivery is tried again."""
+    """An endpoint did not respond with a 2xx status. The delivery is retried."""
 
 
 class EndpointGone(Unprocessable):
-    """An endpoint has answered 410: it wants no more deliveries."""
+    """An endpoint responded with 410: it accepts no more deliveries."""
 
 
 class Sender:
-    """Makes requests, over connections that are kept for the next request to the same host."""
+    """Sends requests, with a connection pool for each host."""
 
     def __init__(
         self, timeout: timedelta | float | str, connect_timeout: timedelta | float | str, allow: Iterable[str]
@@ -47,7 +47,7 @@ class Sender:
         self._pools: dict[str, httpcore.AsyncConnectionPool] = {}  # the least recently used first
 
     async def send(self, endpoint: Endpoint, message_id: str, body: str) -> None:
-        """Send a message. Returns after an answer of 2xx, and raises after any other."""
+        """Send a message. Returns after a 2xx response, and raises otherwise."""
         url = checked_url(endpoint.url, self._allowed)
         try:
             status, retry_after, text = await self._answer(url, endpoint, message_id, body)
@@ -56,16 +56,16 @@ class Sender:
             raise DeliveryFailed(reason) from error
         if 200 <= status < 300:
             return
-        told = f"the endpoint answered {status}" + (f": {text}" if text else "")
+        reason = f"the endpoint answered {status}" + (f": {text}" if text else "")
         if status == 410:
-            raise EndpointGone(told)
+            raise EndpointGone(reason)
         pause = _seconds(retry_after) if status in (429, 503) and retry_after else None
-        raise DeliveryFailed(told) if pause is None else DeliveryPostponed(pause, told, count_attempt=True)
+        raise DeliveryFailed(reason) if pause is None else DeliveryPostponed(pause, reason, count_attempt=True)
 
     async def _answer(
         self, url: httpcore.URL, endpoint: Endpoint, message_id: str, body: str
     ) -> tuple[int, str | None, str]:
-        """Status, ``Retry-After``, and the beginning of the text."""
+        """Return the status, ``Retry-After``, and the start of the response body."""
         now = datetime.now(UTC)
         headers = [
             ("Host", _host(url)), ("Content-Type", "application/json"), ("Accept-Encoding", "identity"),
@@ -88,8 +88,7 @@ class Sender:
         return response.status, None if retry_after is None else retry_after.decode("latin-1"), text
 
     def _pool(self, origin: str) -> httpcore.AsyncConnectionPool:
-        """The connections to a host. A pool of its own for each, because a pool looks at all of its connections for
-        each request."""
+        """Return the pool of a host. Each host has its own, because a pool scans all of its connections per request."""
         pool = self._pools.pop(origin, None) or httpcore.AsyncConnectionPool(
             network_backend=self._backend, max_connections=None, keepalive_expiry=IDLE, ssl_context=self._ssl
         )
@@ -98,7 +97,7 @@ class Sender:
 
     async def _close_oldest(self) -> None:
         for oldest, idle in list(self._pools.items())[:-MOST_POOLS]:
-            is_there = self._pools.get(oldest) is idle  # a task beside this one may have closed it
+            is_there = self._pools.get(oldest) is idle  # another task may have closed it
             if is_there and all(connection.is_idle() for connection in idle.connections):
                 del self._pools[oldest]
                 await idle.aclose()
@@ -116,7 +115,7 @@ def _host(url: httpcore.URL) -> str:
 
 
 def _seconds(retry_after: str) -> float | None:
-    """The seconds that ``Retry-After`` asks for, at most 1 h; ``None`` if it cannot be understood."""
+    """Return the seconds in ``Retry-After``, at most 1 h; ``None`` if it is invalid."""
     try:
         if retry_after.strip().isdecimal():
             seconds = float(retry_after)

@@ -1,1 +1,1 @@
-"""The values of orders of operators: filters and operations."""
+"""The data types of operations: filters, groups of failures, and records of operations."""

@@ -1,4 +1,4 @@
-"""The filter of an operator: which notifications a list, a count or an order is about."""
+"""Filters, which select the notifications of queries and operations, and groups of failures."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from outboxio.model.notification import State
 
 
 class Filter(Struct, frozen=True, kw_only=True):
-    """The notifications of a list, a count, a group or an order. A notification matches if every given field matches.
+    """Selects the notifications of a list, count, group or operation. All specified fields must match.
 
     - ``states``: any of these states; empty for all states.
-    - ``handler``: the name of a handler, which stands for the aliases too.
+    - ``handler``: the name of a handler, including its aliases.
     - ``event_type``: the name of an event type.
     - ``ordering_key``, ``model_id``, ``correlation_id``: the exact text.
     - ``action``: the name of an action, or the id of a single execution.
-    - ``error``: a part of the last error, in the form ``TypeName: message``. ``*`` stands for any text.
-    - ``since``, ``until``: the moment of the last change, from ``since`` until before ``until``. For a DEAD
-      notification the last change is the death.
+    - ``error``: a part of the last error, in the form ``TypeName: message``. ``*`` matches any text.
+    - ``since``, ``until``: the time of the last change, from ``since`` (inclusive) to ``until`` (exclusive). For a DEAD
+      notification that is when it became DEAD.
 
     Example::
 
@@ -45,7 +45,7 @@ class Filter(Struct, frozen=True, kw_only=True):
 
 
 class Search(Struct, frozen=True, kw_only=True):
-    """A checked filter, as a database understands it. ``None`` and empty sequences match everything."""
+    """A validated filter, as used by database queries. ``None`` and empty sequences match everything."""
 
     states: tuple[State, ...] = ()
     names: tuple[str, ...] | None = None
@@ -63,14 +63,14 @@ class Search(Struct, frozen=True, kw_only=True):
     until: datetime | None = None
 
 
-class Place(Struct, frozen=True, array_like=True):
-    """A place in a walk over matching notifications: behind the row with these values. JSON can hold a place.
+class PageCursor(Struct, frozen=True, array_like=True):
+    """A position in a list of matching notifications: after the row with these values. Stored as JSON.
 
-    ``walk``: the index that is walked. ``name``: the handler name within the walk, or the empty string. ``key``: the
-    values of the index columns of the row, as texts.
+    ``scan``: the index scan. ``name``: the handler name within the scan, or the empty string. ``key``: the values of
+    the index columns of the row, as text.
     """
 
-    walk: str
+    scan: str
     name: str
     key: tuple[str, ...]
 
@@ -78,20 +78,20 @@ class Place(Struct, frozen=True, array_like=True):
 # --- groups of failures: the notifications of a handler whose last errors are alike ---------------
 
 
-_LONGEST = 200  # characters of a message that tell two errors apart
+_LONGEST = 200  # characters of a message by which errors are compared
 
 #: The parts of a message that differ between errors of the same cause.
 _VARYING = re.compile(
     r"""
       [0-9a-fA-F]{8}-(?:[0-9a-fA-F]{4}-){3}[0-9a-fA-F]{12}   # a UUID
     | \b0[xX][0-9a-fA-F]+                                     # an address
-    | (?<![A-Za-z0-9_])(?:'[^'\n]*'|"[^"\n]*"|`[^`\n]*`)       # a quoted value, and no apostrophe
+    | (?<![A-Za-z0-9_])(?:'[^'\n]*'|"[^"\n]*"|`[^`\n]*`)       # a quoted value, not an apostrophe
     | \b(?=[0-9a-fA-F]*[0-9])[0-9a-fA-F]{8,}\b                # a hash or an id
     | \d+
     """,
     re.VERBOSE,
 )
-#: The same for a message without a UUID, a hash and an id. A pattern that begins with a set of characters is fast.
+#: The same for a message without a UUID, a hash or an id. A pattern that begins with a set of characters is fast.
 _VARYING_SHORT = re.compile(
     r"""
     [\d'"`](?:
@@ -111,7 +111,7 @@ _SEVERAL = re.compile(r"\*(?:[\s.,:+-]*\*)+")
 
 
 def fingerprint(type: str, message: str) -> str:
-    """The text that all errors of a group share, in the form ``TypeName: message`` with ``*`` for what differs.
+    """Return what the errors of a group share, in the form ``TypeName: message`` with ``*`` for what differs.
 
     ``Filter(error=fingerprint(...))`` matches the error.
 
@@ -127,7 +127,7 @@ def fingerprint(type: str, message: str) -> str:
     shared = (_VARYING if _LONG.search(shared) else _VARYING_SHORT).sub("*", shared)
     if "\n" in shared or "\r" in shared:
         shared = _LINES.sub("*", shared)
-    if len(message) > _LONGEST:  # the cut may have parted a value
+    if len(message) > _LONGEST:  # the cut may have split a value
         shared = shared.rsplit(maxsplit=1)[0] + "*" if " " in shared else shared + "*"
     return _SEVERAL.sub("*", f"{type}: {shared}").rstrip()
 
@@ -138,7 +138,7 @@ class Group(Struct, frozen=True, kw_only=True):
     Example::
 
         for group in await outbox.admin.groups():
-            print(group.number, group.handler_name, group.fingerprint)
+            print(group.count, group.handler_name, group.fingerprint)
             await outbox.admin.retry(group.filter, reason="the PDF service is back")
     """
 
@@ -146,8 +146,8 @@ class Group(Struct, frozen=True, kw_only=True):
     """The stored name of the handler."""
     fingerprint: str
     """The error, with ``*`` for numbers, ids, e-mail addresses and quoted values."""
-    number: int
-    """The notifications among those that were looked at."""
+    count: int
+    """The number of notifications among those that were examined."""
     first_seen: datetime
     """The last change of the oldest notification."""
     last_seen: datetime
@@ -157,7 +157,7 @@ class Group(Struct, frozen=True, kw_only=True):
     """The newest notification."""
     event_id: UUID
     filter: Filter
-    """Selects the notifications of the group, also those that were not looked at."""
+    """Selects all notifications of the group, including those that were not examined."""
     shard: str
 
 
@@ -165,9 +165,9 @@ T = TypeVar("T")
 
 
 class Groups(list[T]):
-    """The groups, the largest first, and how many notifications were looked at.
+    """The groups, largest first, and the number of notifications that were examined.
 
-    ``str`` says the scope: ``grouped over the newest 500 of 4,310``.
+    ``str`` describes the scope: ``grouped over the newest 500 of 4,310``.
     """
 
     def __init__(self, groups: Iterable[T], looked_at: int, of: int) -> None:
@@ -182,9 +182,7 @@ class Groups(list[T]):
         return f"grouped over the newest {self.looked_at:,} of {self.of}"
 
 
-# --- the history of a handler ---------------------------------------------------------------------
-#
-# The history of a handler: its runs minute by minute, as the processes have reported the runs.
+# --- the history of a handler, from the figures that processes report every minute ----------------
 
 
 class HistoryPoint(Struct, frozen=True, kw_only=True):
@@ -197,33 +195,33 @@ class HistoryPoint(Struct, frozen=True, kw_only=True):
     begin: datetime
     succeeded: int
     failed: int
-    """Runs that failed and are retried."""
+    """Runs that failed and will be retried."""
     dead: int
     expired: int
     skipped: int
-    """Notifications that ended without a run, because the handler does not want such events."""
+    """Notifications that ended without a run, because they are older than the handler's ``since``."""
     duration_mean: float | None
     duration_p50: float | None
     duration_p95: float | None
     duration_p99: float | None
     lag_p50: float | None
-    """The lag is the time from the moment at which a notification was due to the start of its run."""
+    """The lag is the time between a notification's due time and the start of its run."""
     lag_p95: float | None
     lag_p99: float | None
 
     @property
     def runs(self) -> int:
-        """The runs that succeeded or failed, for good or not."""
+        """The number of runs that succeeded or failed."""
         return self.succeeded + self.failures
 
     @property
     def failures(self) -> int:
-        """The runs that failed, for good or not."""
+        """The number of runs that failed, permanently or not."""
         return self.failed + self.dead + self.expired
 
     @property
     def fail_share(self) -> float | None:
-        """The share of failures, 0 to 1; ``None`` without runs."""
+        """The failure rate, 0 to 1; ``None`` without runs."""
         return self.failures / self.runs if self.runs else None
 
 
@@ -241,9 +239,9 @@ class HandlerHistory(Struct, frozen=True, kw_only=True):
     handler_name: str | None
     """``None`` for all handlers together."""
     since: datetime
-    """The beginning of the first period."""
+    """The start of the first period."""
     until: datetime
-    """The moment of the answer, which lies in the last period."""
+    """The time of the query, which lies in the last period."""
     step: timedelta
     """The length of each period."""
     total: HistoryPoint

@@ -1,7 +1,4 @@
-"""Operations: the recorded orders of operators.
-
-Actions as an operator sees the rows of their events.
-"""
+"""Operations and jobs as recorded, and actions and events as shown to operators."""
 
 from __future__ import annotations
 
@@ -17,46 +14,46 @@ from outboxio.model.notification import State
 
 
 class OperationState(StrEnum):
-    """The life of an operation. All states but RUNNING are ends."""
+    """The state of an operation. All states except RUNNING are final."""
 
     RUNNING = "RUNNING"
     DONE = "DONE"
     STOPPED = "STOPPED"
-    """An operator has stopped the operation. The pieces that were done stay done."""
+    """An operator stopped the operation. Changes already made remain."""
     FAILED = "FAILED"
 
 
 class Operation(Struct, frozen=True, kw_only=True):
-    """An order of an operator: a row of ``operations``, or the answer to a dry run, which writes no row."""
+    """An operator's operation: a row of ``operations``, or the result of a dry run, which writes no row."""
 
     id: UUID
     kind: str
-    """The order: ``retry``, ``skip``, ``cancel``, ``resume``, ``replay``, ``backfill``, ``pause``, ``unpause``,
+    """The kind: ``retry``, ``skip``, ``cancel``, ``resume``, ``replay``, ``backfill``, ``pause``, ``unpause``,
     ``purge``, ``unsubscribe``, ``bootstrap``, ``partitions``, ``pause_job``, ``unpause_job``, ``run_job_now``,
     ``remove_job``."""
     state: OperationState = OperationState.RUNNING
     matched: int = 0
-    """The notifications that the filter has matched so far; all of them in the state DONE."""
+    """The number of notifications that the filter has matched so far; complete in the state DONE."""
     done: int = 0
-    """The notifications that the order has changed."""
+    """The number of notifications that were changed."""
     refused: int = 0
-    """The matched notifications that the order cannot change, such as a notification that has succeeded."""
+    """The number of matched notifications that cannot be changed, such as those that have succeeded."""
     request: dict[str, object]
     """The filter and the other arguments."""
     actor: str
     origin: str
-    """The place of the order: ``code``, ``cli``, ``dashboard``."""
+    """Where the operation was requested: ``code``, ``cli``, ``dashboard``."""
     reason: str | None
     created_date: datetime
     updated_date: datetime
     finished_date: datetime | None = None
     error: str | None = None
-    """Why the operation failed. Of ``cancel``: why no run was cancelled, or that the run is stuck."""
+    """Why the operation failed. For ``cancel``: why no run was cancelled, or that the run is stuck."""
     shard: str
-    """The name of the shard; of an order on several shards, the names with commas."""
+    """The name of the shard, or of all shards of the operation, separated by commas."""
     is_dry_run: bool = False
     is_complete: bool = True
-    """False if ``matched`` of a dry run is the bound of a count: there are more matches, or there may be."""
+    """False if the count of a dry run stopped at its limit, so there may be more matches."""
 
     @property
     def has_ended(self) -> bool:
@@ -64,9 +61,7 @@ class Operation(Struct, frozen=True, kw_only=True):
         return self.state is not OperationState.RUNNING
 
 
-# --- A row of ``jobs`` ----------------------------------------------------------------------------
-#
-# A row of ``jobs``: a function that runs at set moments, once in the cluster for each moment.
+# --- jobs -----------------------------------------------------------------------------------------
 
 
 JobState = Literal["WAITING", "RUNNING", "RETRYING"]
@@ -74,17 +69,18 @@ JobResult = Literal["SUCCEEDED", "FAILED", "TIMED_OUT", "INTERRUPTED"]
 
 
 class JobRow(Struct, frozen=True):
-    """A job as the database knows the job. Moments are naive UTC.
+    """A row of ``jobs``: a function that runs once in the cluster for each scheduled time. Dates are naive UTC.
 
-    - ``name``, ``schedule``: the job, and its moments in words.
+    - ``name``, ``schedule``: the job, and its schedule as text.
     - ``state``: ``RUNNING`` while a process runs the job, ``RETRYING`` between two attempts, otherwise ``WAITING``.
-    - ``next_date``: the next moment of the schedule. ``due_date``: when a process looks at the row.
-    - ``term``: rises with each run. A run can end the row only under its own term.
-    - ``attempts``, ``moment_date``, ``instance``, ``started_date``: the present run, or the last run.
-    - ``lease``, ``lease_term``: the cluster lock under which the run began.
-    - ``finished_date``, ``result``, ``error``: the end of the last run.
-    - ``succeeded``, ``failed``, ``missed``: the numbers of runs, and of moments without a run.
-    - ``paused_date``: when an operator paused the job. ``ordered_date``: when an operator ordered a run.
+    - ``next_date``: the next scheduled time. ``due_date``: when a process checks the row.
+    - ``term``: increases with each run. A run can update the row only under its own term.
+    - ``attempts``, ``moment_date``, ``instance``, ``started_date``: the current or last run; ``moment_date`` is its
+      scheduled time.
+    - ``lease``, ``lease_term``: the cluster lock under which the run started.
+    - ``finished_date``, ``result``, ``error``: the result of the last run.
+    - ``succeeded``, ``failed``, ``missed``: the numbers of runs, and of scheduled times without a run.
+    - ``paused_date``: when an operator paused the job. ``ordered_date``: when an operator requested a run.
 
     Example::
 
@@ -115,19 +111,19 @@ class JobRow(Struct, frozen=True):
 
     @property
     def has_failed(self) -> bool:
-        """True if the last run that ended was not a success, and no retry of that run is due or under way."""
+        """True if the last finished run was not successful, and is neither waiting for a retry nor being retried."""
         is_retried = self.state == "RETRYING" or (self.state == "RUNNING" and self.attempts > 1)
         return self.result not in (None, "SUCCEEDED") and not is_retried
 
 
-# --- answers that are bounded: a page of a list, and a count --------------------------------------
+# --- bounded results: a page of a list, and a count -----------------------------------------------
 
 
 T = TypeVar("T")
 
 
 class Page(list[T]):
-    """A part of a list, the newest first, and the text with which the list goes on.
+    """A page of a list, newest first, and the cursor of the next page.
 
     Example::
 
@@ -141,12 +137,12 @@ class Page(list[T]):
         self.next = next
         """The argument ``after`` for the next page; ``None`` at the end of the list.
 
-        A page may have fewer rows than the limit, or none, and a text: the read ended at its bound.
+        A page may have fewer rows than the limit, or none, although there is a next page, because reads are bounded.
         """
 
 
 class BoundedCount(int):
-    """A number that was counted up to a bound. ``str`` shows a count that ended at the bound as ``10,000+``.
+    """A number that was counted up to a limit. ``str`` shows a count that reached the limit as ``10,000+``.
 
     Example::
 
@@ -155,7 +151,7 @@ class BoundedCount(int):
     """
 
     is_complete: bool
-    """False if there are more matches, or there may be."""
+    """False if there may be more matches."""
 
     def __new__(cls, number: int, *, is_complete: bool = True) -> BoundedCount:
         made = super().__new__(cls, number)
@@ -182,9 +178,9 @@ class EmittedEvent(Struct, frozen=True, kw_only=True):
     model_id: str | None
     ordering_key: str | None
     is_delivered: bool
-    """True if fan-out has made the notifications."""
+    """True if fan-out has created the notifications."""
     states: Mapping[str, int]
-    """How many notifications of the event each state has."""
+    """The number of the event's notifications in each state."""
 
     @property
     def worst(self) -> State | None:
@@ -193,7 +189,7 @@ class EmittedEvent(Struct, frozen=True, kw_only=True):
 
 
 class StoredAction(Struct, frozen=True, kw_only=True):
-    """An executed action, as its events tell. Dates are naive UTC.
+    """An executed action, read from its events. Dates are naive UTC.
 
     Example::
 
@@ -207,11 +203,11 @@ class StoredAction(Struct, frozen=True, kw_only=True):
     completion_date: datetime
     correlation_id: str | None
     causation_id: UUID | None
-    """The event whose handler has executed the action; ``None`` for an action of the application."""
+    """The event whose handler executed the action; ``None`` for an action that your application executed."""
     hops: int
     source: str | None
     events: tuple[EmittedEvent, ...]
-    """The events in the order in which the action emitted the events; at most 20."""
+    """The events in the order in which they were emitted; at most 20."""
     is_complete: bool
     """False if the action has more events."""
     shard: str
@@ -227,7 +223,7 @@ class StoredAction(Struct, frozen=True, kw_only=True):
         return worst_of({str(event.worst): 1 for event in self.events if event.worst is not None})
 
 
-# --- events as an operator sees the rows, and the tree of what an event has caused ----------------
+# --- events, and the tree of what an event has caused ---------------------------------------------
 
 
 #: The states of notifications, the worst first.
@@ -237,12 +233,12 @@ WORST_FIRST = (
 
 
 def worst_of(states: Mapping[str, int]) -> State | None:
-    """The worst state with a notification; ``None`` if there is none."""
+    """Return the worst state with a notification; ``None`` if there is none."""
     return next((state for state in WORST_FIRST if states.get(state)), None)
 
 
 class EventColumns(Struct, frozen=True, kw_only=True):
-    """The columns of a row of ``events`` that are neither documents nor of fan-out."""
+    """The columns of a row of ``events``, except documents and the columns of fan-out."""
 
     id: UUID
     sequence: int
@@ -269,7 +265,7 @@ class StoredEvent(EventColumns, frozen=True, kw_only=True):
     payload: dict[str, object] | None
     headers: dict[str, object] | None
     is_delivered: bool
-    """True if fan-out has made the notifications."""
+    """True if fan-out has created the notifications."""
     shard: str
 
 
@@ -278,7 +274,7 @@ class TreeNode(Struct, frozen=True, kw_only=True):
 
     event: StoredEvent
     states: Mapping[str, int]
-    """How many notifications of the event each state has."""
+    """The number of the event's notifications in each state."""
     children: tuple[TreeNode, ...]
     """The events that handlers of this event have emitted."""
 
@@ -288,7 +284,7 @@ class TreeNode(Struct, frozen=True, kw_only=True):
         return worst_of(self.states)
 
     def __iter__(self) -> Iterator[TreeNode]:
-        """This node, and all nodes below."""
+        """Iterate over this node and all nodes below it."""
         yield self
         for child in self.children:
             yield from child
@@ -305,11 +301,11 @@ class EventTree(Struct, frozen=True, kw_only=True):
     """
 
     event_id: UUID
-    """The event that was asked for."""
+    """The requested event."""
     root: TreeNode
     """The first event of the chain that is still stored."""
     number: int
-    """The events in the tree."""
+    """The number of events in the tree."""
     is_complete: bool
     """False if the chain has more events than the tree shows."""
     is_purged_above: bool

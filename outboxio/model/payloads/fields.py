@@ -1,6 +1,6 @@
 """Dataclasses with ``InitVar`` fields. Such a field is a parameter of ``__init__`` that is not stored.
 
-msgspec decodes no such class, so an event is decoded as a class of the same stored fields, and copied from there.
+msgspec cannot decode such a class. So an event is decoded as a class with the same stored fields, and then copied.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from outboxio.support.codec import Check, refuse_leaf
 
 
 def init_vars(cls: Any) -> dict[str, Any]:
-    """The ``InitVar`` fields of a class by name; empty for a class that is not a dataclass."""
+    """Return the ``InitVar`` fields of a class by name; empty for a class that is not a dataclass."""
     fields: dict[str, Any] = getattr(cls, "__dataclass_fields__", {})
     # The kind of a pseudo-field has no public name. msgspec reads the same attribute.
     return {name: field for name, field in fields.items() if field._field_type.name == "_FIELD_INITVAR"}
 
 
 def unfit_init_var(cls: Any, *, needs_value: bool) -> str | None:
-    """The reason why an event of a class with ``InitVar`` fields cannot be read, or ``None``.
+    """Return why an event of a class with ``InitVar`` fields cannot be decoded, or ``None``.
 
-    ``needs_value``: the class is made through its ``__init__``, which requires a field without a default.
+    ``needs_value``: objects are created with ``__init__``, which requires a value for a field without a default.
     """
     for name, field in init_vars(cls).items():
         if hasattr(cls, "__post_init__"):
-            told = "and `__post_init__` would need it when an event is read"
+            reason = "but `__post_init__` needs it when an event is decoded"
         elif needs_value and field.default is dataclasses.MISSING:
-            told = "and the class cannot be made without it"
+            reason = "but the class cannot be instantiated without it"
         else:
             continue
-        return f"field {name!r} is an InitVar, whose value is not stored, {told}: make it a field, or leave it out"
+        return f"field {name!r} is an InitVar, whose value is not stored, {reason}: make it a field, or remove it"
     return None
 
 
 def stored_class(cls: Any) -> Any:
-    """The class to decode an event as: ``cls``, or for a dataclass with ``InitVar`` fields a class without them."""
+    """Return the class to decode an event as: ``cls``, or for a dataclass with ``InitVar`` fields one without them."""
     if not init_vars(cls):
         return cls
     hints = typing.get_type_hints(cls, include_extras=True)
@@ -56,7 +56,7 @@ def stored_class(cls: Any) -> Any:
 
 
 def decoder_without_init_vars(cls: Any) -> Callable[[Any], Any]:
-    """The decoder of a dataclass that may have ``InitVar`` fields."""
+    """Return the decoder of a dataclass that may have ``InitVar`` fields."""
     stored = stored_class(cls)
     decode = msgspec.json.Decoder(stored).decode
     if stored is cls:
@@ -74,7 +74,7 @@ def decoder_without_init_vars(cls: Any) -> Callable[[Any], Any]:
 
 # --- numbers in JSON that a database would change -------------------------------------------------
 #
-# Numbers in JSON that a database would change: refused, or written in a spelling that the database keeps.
+# Numbers in JSON that a database would change: rejected, or written in a form that the database keeps.
 #
 # MariaDB and SQLite store the text of a document. PostgreSQL and MySQL store values:
 #
@@ -87,11 +87,11 @@ def decoder_without_init_vars(cls: Any) -> Callable[[Any], Any]:
 # MySQL         decimal number of more than 15 digits                       a double, so it is refused if that differs
 # ============  ==========================================================  ==========================================
 #
-# Each check is a scan of the JSON text that finds suspicious texts; only these are decoded.
+# Each check scans the JSON text; a document is decoded only if the scan finds a suspicious number.
 
 
-# A number begins behind a colon, a comma or a bracket: documents are written without spaces. The exponent of a float is
-# written with a small letter and without a plus, the exponent of a Decimal with a capital and a sign.
+# A number follows a colon, a comma or a bracket: documents are written without spaces. The exponent of a float is
+# written with a lowercase letter and without a plus, the exponent of a Decimal with an uppercase letter and a sign.
 _CHANGED_BY_NUMERIC = re.compile(rb"[:,\[]-(?:0[.,}\]eE])|[:,\[]-?[0-9][0-9.]*(?:e[0-9]|E[+-])")
 _STRING_OR_EXPONENT = re.compile(rb'"(?:[^"\\]|\\.)*"|-?[0-9][0-9.]*[eE][+-]?[0-9]+')
 
@@ -99,13 +99,13 @@ _AS_ZEROS = bytes.maketrans(b"123456789", b"0" * 9)
 _SIXTEEN_DIGITS = b"0" * 16
 """A double keeps all decimal numbers of up to 15 digits."""
 _LONGEST_NUMERIC = 131_072  # digits before the point, on PostgreSQL
-_FINEST_NUMERIC = 16_383  # digits behind the point
+_FINEST_NUMERIC = 16_383  # digits after the point
 
 _decode: Callable[[bytes], Any] = msgspec.json.Decoder(float_hook=Decimal).decode
 
 
 def kept_by_numeric(document: bytes, subject: str) -> bytes:
-    """The check of PostgreSQL, whose ``jsonb`` stores numbers as ``numeric``."""
+    """Check a document for PostgreSQL, whose ``jsonb`` stores numbers as ``numeric``."""
     if _CHANGED_BY_NUMERIC.search(document) is None:
         return document
     decoded = _decode(document)
@@ -115,7 +115,7 @@ def kept_by_numeric(document: bytes, subject: str) -> bytes:
 
 
 def kept_by_double(document: bytes, subject: str) -> bytes:
-    """The check of MySQL, whose JSON stores integers of 64 bits, and all other numbers as doubles."""
+    """Check a document for MySQL, whose JSON stores integers of 64 bits, and all other numbers as doubles."""
     if _SIXTEEN_DIGITS in document.translate(_AS_ZEROS, b".") or b"E+" in document or b"E-" in document:
         refuse_leaf(
             _decode(document), subject, _is_changed_by_double,
@@ -126,7 +126,7 @@ def kept_by_double(document: bytes, subject: str) -> bytes:
 
 
 def needs_check(cls: Any, check: Check) -> bool:
-    """True if an object of an event class, whose fields are of their types, may hold a number that ``check`` finds."""
+    """True if a correctly typed object of an event class may hold a number that ``check`` finds."""
     if is_model(cls) or has_style(cls):
         return True
     return _may_hold(inspect.type_info(cls), inspect.FloatType if check is kept_by_numeric else inspect.IntType, set())
@@ -184,7 +184,7 @@ _MADE_BY_JSON = (dict, list, str, int, float)
 
 
 def field_names(cls: Any) -> list[str]:
-    """The names of the stored fields of an event class, in their order."""
+    """Return the names of the stored fields of an event class, in order."""
     if dataclasses.is_dataclass(cls):  # also of Pydantic
         return [field.name for field in dataclasses.fields(cls)]
     for mark in ("__struct_fields__", "__pydantic_fields__"):
@@ -194,9 +194,9 @@ def field_names(cls: Any) -> list[str]:
 
 
 def unfit_field(cls: type) -> str | None:
-    """The reason why no event of this class can be stored and read, or ``None``. The reason names the field.
+    """Return why events of this class cannot be stored and read, or ``None``. The reason names the field.
 
-    A class with annotations of names that are not defined yet is not judged.
+    A class whose annotations cannot be resolved yet is not checked.
     """
     reason = unfit_init_var(cls, needs_value=is_model(cls))
     if reason is not None or is_model(cls):
@@ -218,7 +218,7 @@ def unfit_field(cls: type) -> str | None:
 
 
 def _types_of(cls: Any) -> list[tuple[str, Any]]:
-    """The names and types of the fields."""
+    """Return the names and types of the fields."""
     if issubclass(cls, msgspec.Struct):
         return [(field.name, field.type) for field in msgspec.structs.fields(cls)]
     hints = typing.get_type_hints(cls, include_extras=True)
@@ -229,7 +229,7 @@ def _types_of(cls: Any) -> list[tuple[str, Any]]:
 
 
 def _hidden_field(cls: type) -> str | None:
-    """msgspec leaves private attributes of attrs classes out."""
+    """Return why a private attribute is refused: msgspec omits private attributes of attrs classes."""
     for attribute in getattr(cls, "__attrs_attrs__", ()):
         if attribute.name.startswith("_"):
             return f"field {attribute.name!r} is private, and would not be stored; name it without the underscore"
@@ -237,12 +237,12 @@ def _hidden_field(cls: type) -> str | None:
 
 
 def _unfit(info: inspect.Type, path: str, seen: set[int]) -> Iterator[tuple[str, str]]:
-    """The parts of a type that JSON cannot hold: path and reason of each."""
+    """Yield the path and reason of each part of a type that JSON cannot hold."""
     if id(info) in seen:
         return  # a type that contains itself
     seen.add(id(info))
     if isinstance(info, inspect.CustomType) and not _comes_from_json(info.cls):
-        yield path, f"is of type {_name(info.cls)}, which JSON cannot hold; {_remedy(info.cls)}"
+        yield path, f"is of type {_name(info.cls)}, which JSON cannot hold; {_fix_for(info.cls)}"
     elif isinstance(info, inspect.ExtType):
         yield path, "is of type msgspec.msgpack.Ext, which JSON cannot hold; use bytes"
     if isinstance(getattr(info, "key_type", None), _NEVER_KEYS):
@@ -252,7 +252,7 @@ def _unfit(info: inspect.Type, path: str, seen: set[int]) -> Iterator[tuple[str,
 
 
 def _parts(info: Any, path: str) -> Iterator[tuple[inspect.Type, str]]:
-    """The types that a type is made of."""
+    """Yield the types inside a type."""
     for field in getattr(info, "fields", ()):
         yield field.type, f"{path}.{field.name}"
     if hasattr(info, "key_type"):
@@ -270,11 +270,11 @@ def _comes_from_json(cls: Any) -> bool:
     """True if JSON values are instances of this class: ``object`` for example, or ``Iterable``."""
     try:
         return any(issubclass(made, cls) for made in _MADE_BY_JSON)
-    except TypeError:  # a protocol that cannot be asked
+    except TypeError:  # a protocol without runtime checks
         return False
 
 
-def _remedy(cls: Any) -> str:
+def _fix_for(cls: Any) -> str:
     if any(issubclass(cls, made) for made in (str, int, float)):
         return "use the built-in type, or typing.NewType"
     return "use a msgspec.Struct, a dataclass, an attrs class or a built-in type instead"

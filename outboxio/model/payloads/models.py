@@ -1,7 +1,7 @@
 """Pydantic models and Pydantic dataclasses: encoded and decoded by Pydantic, in its JSON mode.
 
 A model is stored under its aliases and without its computed fields, so that the stored object is an input of the same
-model. Pydantic is not imported before a class of an application is a Pydantic class.
+model. Pydantic is not imported until your application defines an event class with it.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ class ModelCodec:
         )
 
     def _encoded(self, value: Any) -> bytes:
-        # Warnings would tell of values of other types. The check of an event refuses such values.
+        # No warnings about values of other types, because validation refuses such values.
         encoded: bytes = self._to_json(value, by_alias=True, round_trip=True, warnings=False)
         if b"NaN" in encoded or b"Infinity" in encoded:
             try:
                 msgspec.json.decode(encoded)
-            except msgspec.DecodeError:  # by ser_json_inf_nan="constants"
+            except msgspec.DecodeError:  # from ser_json_inf_nan="constants"
                 raise ValueError(f"a number is NaN or infinite{not_finite_in(value)}") from None
         return encoded
 
     def decode(self, payload: Any) -> Any:
-        """The object of a JSON text. Raises ``pydantic.ValidationError``, without the values, if it does not fit."""
+        """Decode a JSON text. Raises ``pydantic.ValidationError``, without the values, if it does not fit."""
         from pydantic import ValidationError
 
         try:
@@ -72,7 +72,7 @@ class ModelCodec:
 
 
 def _without_input(error: Any) -> Exception:
-    """The same error of Pydantic without the values of the payload, and without links to Pydantic's pages."""
+    """Copy a Pydantic error without the values of the payload and the links to Pydantic's pages."""
     from pydantic import ValidationError
     from pydantic_core import InitErrorDetails, PydanticCustomError
 
@@ -93,9 +93,9 @@ def _config_of(cls: Any) -> Mapping[str, Any]:
 
 
 def unfit_model(cls: Any) -> str | None:
-    """The reason why no object of a Pydantic class can be stored and read, or ``None``.
+    """Return why objects of a Pydantic class cannot be stored and read, or ``None``.
 
-    A class with annotations of names that are not defined yet is not judged.
+    A class whose annotations cannot be resolved yet is not checked.
     """
     if getattr(cls, "__pydantic_root_model__", False):
         return "it is a RootModel, and a payload is a JSON object: write a BaseModel with a field instead"
@@ -113,7 +113,7 @@ def _is_complete(cls: Any) -> bool:
 
 
 def _misnamed(cls: Any) -> Iterator[tuple[str, str]]:
-    """The fields that are written under a name under which the class does not read them."""
+    """Yield the fields that are written under a name that the class does not read."""
     config = _config_of(cls)
     by_name = config.get("populate_by_name") or config.get("validate_by_name")
     by_alias = config.get("validate_by_alias", True)
@@ -127,7 +127,7 @@ def _misnamed(cls: Any) -> Iterator[tuple[str, str]]:
 
 
 def _secrets(cls: Any, path: str, seen: set[int]) -> Iterator[tuple[str, str]]:
-    """The fields of which Pydantic writes only stars. A class with serializers of its own is not judged."""
+    """Yield the fields that Pydantic writes as stars. A class with its own serializers is not checked."""
     from pydantic import Secret, SecretBytes, SecretStr
 
     decorators = cls.__pydantic_decorators__
@@ -141,7 +141,7 @@ def _secrets(cls: Any, path: str, seen: set[int]) -> Iterator[tuple[str, str]]:
             if isinstance(part, type) and issubclass(part, SecretStr | SecretBytes | Secret):
                 yield (
                     f"{path}.{name}",
-                    (f"is a {part.__name__}, of which JSON would hold only stars: leave the secret out of the event"),
+                    (f"is a {part.__name__}, which Pydantic writes as asterisks: remove the secret from the event"),
                 )
             elif is_model(part):
                 yield from _secrets(part, f"{path}.{name}", seen)
@@ -154,20 +154,20 @@ def _parts(annotation: Any) -> Iterator[Any]:
 
 
 def _not_in_json(schema: Any, path: str) -> Iterator[tuple[str, str]]:
-    """The parts of a core schema that JSON cannot hold. A part with functions of the application is not judged."""
+    """Yield the parts of a core schema that JSON cannot hold. A part with user functions is not checked."""
     kind = str(schema.get("type"))
     if "serialization" in schema or kind.startswith("function-"):
         return
     if kind in _NOT_IN_JSON:
-        told = getattr(schema.get("cls"), "__qualname__", "function")
-        yield path, f"is of type {told}, which JSON cannot hold; give it a serializer and a validator"
+        name = getattr(schema.get("cls"), "__qualname__", "function")
+        yield path, f"is of type {name}, which JSON cannot hold; add a serializer and a validator to it"
     for key in _CHILDREN:
         for name, part in _named(schema.get(key)):
             yield from _not_in_json(part, f"{path}.{name}" if key == "fields" and name else path)
 
 
 def _named(part: object) -> Iterator[tuple[str, Any]]:
-    """The schemas in a part of a schema, each with the name of a field, or with an empty text."""
+    """Yield the schemas inside a part of a schema, each with the name of its field, or with an empty text."""
     if isinstance(part, Mapping):
         members = cast("Mapping[str, Any]", part)
         yield from members.items() if "type" not in members else [("", members)]  # the fields of a model, or a schema
@@ -185,8 +185,8 @@ def _named(part: object) -> Iterator[tuple[str, Any]]:
 # The JSON of Ekbatan, for event classes with ``json_style="ekbatan"``.
 #
 # Keys are camelCase, decimals are numbers with all of their digits, enums are written by name. msgspec writes and reads
-# enums by value. So a document of a class with enums is translated: the parts of the document at which the class has an
-# enum change from value to name, or back.
+# enums by value. So the document of a class with enums is translated: wherever the class has an enum, the value is
+# replaced by the name, or the name by the value.
 
 
 STYLE = "ekbatan"
@@ -199,9 +199,9 @@ Change = Callable[[type[Enum], Any], Any]
 
 
 def rename_of(json_style: str, name: str) -> str:
-    """The spelling of the keys of an event class. :class:`InvalidEvent` for a style that does not exist."""
+    """Return how the keys of an event class are spelled. Raises :class:`InvalidEvent` for an unknown style."""
     if json_style != STYLE:
-        raise InvalidEvent(f"json_style of {name}", f"{json_style!r} is no style; expected {STYLE!r}, or leave it out")
+        raise InvalidEvent(f"json_style of {name}", f"{json_style!r} is not a style; expected {STYLE!r}, or remove it")
     return "camel"
 
 
@@ -211,7 +211,7 @@ def has_style(cls: type) -> bool:
 
 
 def with_model(payload: str, model_id: str | None, model_type: str | None) -> str:
-    """The payload with ``modelId`` and ``modelName`` first, unless the class has fields of these names."""
+    """Return the payload with ``modelId`` and ``modelName`` first, unless the class has fields with these names."""
     named = {"modelId": model_id, "modelName": model_type}
     known = msgspec.json.decode(payload, type=dict[str, msgspec.Raw])
     added = {key: value for key, value in named.items() if key not in known and value is not None}
@@ -222,7 +222,7 @@ def with_model(payload: str, model_id: str | None, model_type: str | None) -> st
 
 
 class EkbatanCodec:
-    """Encodes and decodes the objects of a struct class. Raises :class:`NameError` for a type that cannot be found."""
+    """Encodes and decodes the objects of a struct class. Raises :class:`NameError` for an unresolvable type."""
 
     def __init__(self, cls: type) -> None:
         self._info = inspect.type_info(cls)
@@ -240,7 +240,7 @@ class EkbatanCodec:
         return encoded
 
     def decode(self, payload: Any) -> Any:
-        """The object of a JSON text. Raises ``msgspec.ValidationError`` for a value that does not fit."""
+        """Decode a JSON text. Raises ``msgspec.ValidationError`` for a value that does not fit."""
         if self._has_enums:
             text = payload if isinstance(payload, str | bytes) else bytes(payload)
             payload = _encode(_translated(_decode(text), self._info, _value_of))
@@ -259,7 +259,7 @@ def _value_of(enum: type[Enum], name: Any) -> Any:
 
 
 def _translated(document: Any, info: Any, change: Change) -> Any:
-    """The document with the enums of a type changed."""
+    """Translate the enums in a document."""
     if isinstance(info, inspect.Metadata):
         return _translated(document, info.type, change)
     if isinstance(info, inspect.UnionType):
@@ -311,7 +311,7 @@ def _has_enum(info: Any, seen: set[int]) -> bool:
 
 
 def parts_of(info: Any) -> Iterator[Any]:
-    """The types that a type is made of."""
+    """Yield the types inside a type."""
     for field in getattr(info, "fields", ()):
         yield field.type
     for name in ("type", "key_type", "value_type", "item_type"):

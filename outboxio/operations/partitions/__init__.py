@@ -1,1 +1,1 @@
-"""For operators who share handlers among processes: owners, numbers, alarms, advice."""
+"""Partitions for operators: owners, counts, alarms, advice."""

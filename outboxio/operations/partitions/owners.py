@@ -1,9 +1,9 @@
-"""Who owns which partition: the answers for operators, from ``leases``, ``handler_partitions`` and the processes.
+"""The owners of partitions, for operators, read from ``leases``, ``handler_partitions`` and the process tables.
 
-``instances`` has the processes that share handlers, and ``instance_reports`` all processes in ``running()``.
+``instances`` lists the processes that share handlers, and ``instance_reports`` all processes in ``running()``.
 
-Only a cluster lock proves an owner. ``leases`` has the process that took a lock last: a process that died stays the
-owner there until a takeover, which takes a quarter of a second.
+Only a cluster lock proves ownership. ``leases`` names the process that acquired a lock last: a process that died is
+shown as the owner until the takeover, which takes a quarter of a second.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ EVER = datetime(2000, 1, 1)
 
 
 class PartitionOwner(Struct, frozen=True, kw_only=True):
-    """A partition of a handler name, and the process that owns the partition. ``since`` is naive UTC."""
+    """A partition of a handler name, and the process that owns it. ``since`` is naive UTC."""
 
     partition: int
     owner: str | None
-    """The process: host, process id and a random part. ``None`` if no process owns the partition."""
+    """The process: host name, process id and a random part. ``None`` if no process owns the partition."""
     since: datetime | None
 
 
 class HandlerPartitions(Struct, frozen=True, kw_only=True):
-    """The partitions of a stored handler name on a shard, and the owner of each partition.
+    """The partitions of a stored handler name on a shard, and their owners.
 
-    ``number``: the partitions over which new notifications are spread. ``active``: only partitions below this number
-    may have unfinished notifications; more than ``number`` for a while after the number was lowered. ``declared``: the
-    largest number that code has asked for; an operator may have set a different number.
+    ``number``: the partition count for new notifications. ``active``: partitions below this number may have unfinished
+    notifications; it is larger than ``number`` for a while after the count was lowered. ``declared``: the largest
+    count that code has declared; an operator may have set a different one.
 
-    ``source``: who has set ``number``, at ``changed_date`` (naive UTC): ``"automatic"`` for outboxio itself, by the
-    load, ``"operator"``, or ``"code"``. ``None`` for the single partition that every handler begins with.
+    ``source``: who set ``number``, at ``changed_date`` (naive UTC): ``"automatic"`` for outboxio itself, depending on
+    the load, ``"operator"``, or ``"code"``. ``None`` for the single partition that every handler starts with.
     """
 
     handler_name: str
@@ -52,7 +52,7 @@ class HandlerPartitions(Struct, frozen=True, kw_only=True):
 
     @property
     def why(self) -> str:
-        """The reason for the number, for people."""
+        """Why the partition count has its current value."""
         if self.source is None or self.changed_date is None:
             return "not shared"
         at = f"{self.changed_date:%Y-%m-%d %H:%M} UTC"
@@ -62,7 +62,7 @@ class HandlerPartitions(Struct, frozen=True, kw_only=True):
 
     @property
     def by_owner(self) -> Mapping[str | None, tuple[int, ...]]:
-        """The partitions of each process, and under ``None`` the partitions that no process owns."""
+        """The partitions of each process; under ``None``, those that no process owns."""
         owned: dict[str | None, list[int]] = {}
         for one in self.owners:
             owned.setdefault(one.owner, []).append(one.partition)
@@ -76,11 +76,11 @@ class HandlerPartitions(Struct, frozen=True, kw_only=True):
 
 
 class ClusterInstance(Struct, frozen=True, kw_only=True):
-    """A process of the cluster, as a shard knows the process, with the partitions that the process owns.
+    """A process of the cluster, as seen by a shard, with the partitions that it owns.
 
-    - ``last_seen_date`` (naive UTC): the last sign of life. Every process in ``running()`` reports, and a process that
-      shares handlers also renews its row in ``instances``. ``None`` without a sign of life: the process drains, or has
-      begun a moment ago.
+    - ``last_seen_date`` (naive UTC): the last report. Every process in ``running()`` reports, and a process that
+      shares handlers also updates its row in ``instances``. ``None`` without a report: the process is in ``drain()``,
+      or has just started.
     - ``version``: of outboxio; ``None`` without a report.
     - ``is_alive``: False if three reports are missing; ``None`` without a report.
     - ``partitions``: the owned partitions by stored handler name.
@@ -99,28 +99,28 @@ class ClusterInstance(Struct, frozen=True, kw_only=True):
         does = [*["fan-out"] * self.fans_out, *owned]
         version = "" if self.version is None else f", version {self.version}"
         seen = "" if self.last_seen_date is None else f", seen at {self.last_seen_date:%Y-%m-%d %H:%M:%S} UTC"
-        silent = ", silent since" if self.is_alive is False else ""
-        return f"{self.instance} owns {', '.join(does) or 'no partition'}{version}{seen}{silent}"
+        unresponsive = ", unresponsive since" if self.is_alive is False else ""
+        return f"{self.instance} owns {', '.join(does) or 'no partition'}{version}{seen}{unresponsive}"
 
 
 async def find_partitions(database: Database, namespace: str, names: Iterable[str]) -> list[HandlerPartitions]:
-    """The partitions of these stored handler names, and their owners."""
+    """Return the partitions of these stored handler names, and their owners."""
     counts = await counts_of(database, namespace)
-    wanted = sorted(names)
-    holders = await database.subscriptions.holders(locks_of(namespace, wanted, counts))
-    return [_partitions(database.name, namespace, name, counts, holders) for name in wanted]
+    ordered = sorted(names)
+    holders = await database.subscriptions.holders(locks_of(namespace, ordered, counts))
+    return [_partitions(database.name, namespace, name, counts, holders) for name in ordered]
 
 
 async def find_instances(
     database: Database, namespace: str, names: Iterable[str], now: datetime
 ) -> list[ClusterInstance]:
-    """The processes with a sign of life, and the processes that own a lock. ``names``: all stored handler names."""
+    """Return the processes that have reported or own a lock. ``names``: all stored handler names."""
     fanout = LockName(namespace, "fanout")
     counts = await counts_of(database, namespace)
     holders = await database.subscriptions.holders([fanout, *locks_of(namespace, sorted({*names, *counts}), counts)])
     owned: dict[str, list[LockName]] = {}
     for lock, holder in sorted(holders.items()):
-        if not holder.has_given_back:
+        if not holder.is_released:
             owned.setdefault(holder.owner, []).append(lock)
     reports = {report.instance: report for report in await database.reports.reports(namespace, EVER)}
     seen = {report.instance: report.last_seen_date for report in reports.values()}
@@ -142,7 +142,7 @@ async def find_instances(
 
 
 def in_ranges(numbers: Iterable[int]) -> str:
-    """Numbers for people: ``0-3, 7``."""
+    """Format numbers as ranges: ``0-3, 7``."""
     parts: list[list[int]] = []
     for number in sorted(numbers):
         if parts and number == parts[-1][-1] + 1:
@@ -153,7 +153,7 @@ def in_ranges(numbers: Iterable[int]) -> str:
 
 
 def locks_of(namespace: str, names: Sequence[str], counts: Mapping[str, PartitionCount]) -> list[LockName]:
-    """The locks of all partitions of stored handler names."""
+    """Return the locks of all partitions of stored handler names."""
     return [LockName(namespace, "dispatch", *slot) for slot in slots_of(counts, names)]
 
 
@@ -165,7 +165,7 @@ def _partitions(
 
     def owner(partition: int) -> PartitionOwner:
         holder = holders.get(LockName(namespace, "dispatch", name, partition))
-        if holder is None or holder.has_given_back:
+        if holder is None or holder.is_released:
             return PartitionOwner(partition=partition, owner=None, since=None)
         return PartitionOwner(partition=partition, owner=holder.owner, since=holder.since)
 

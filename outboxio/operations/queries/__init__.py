@@ -1,1 +1,1 @@
-"""The questions of operators about notifications and events."""
+"""Queries about actions, events, notifications and the whole outbox."""

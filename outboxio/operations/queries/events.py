@@ -1,4 +1,4 @@
-"""The questions of an operator about events, and the tree of what an event has caused."""
+"""Queries about events, and the tree of the events that an event has caused."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from outboxio.model.notification import DOCUMENTS, shown_document
 from outboxio.model.operating.groups import Filter, Search
 from outboxio.model.operating.operation import EventTree, Page, StoredEvent, TreeNode
 from outboxio.model.redaction import Redact, redacted_document, redacted_text
-from outboxio.operations.arguments import given_id, given_ids, given_limit
+from outboxio.operations.arguments import id_argument, ids_argument, limit_argument
 from outboxio.operations.base import AdminBase
-from outboxio.operations.queries.filters import Cursor, cursor_of, given_filter, search_of
+from outboxio.operations.queries.filters import Cursor, cursor_of, filter_argument, search_of
 from outboxio.storage.protocols import Database, EventSummary, Found
 from outboxio.support.codec import made_from
 
-MOST_NODES = 200
-_PAGE, _PAGES = 500, 4  # events that ``emitters`` looks at
-_HIGHEST = 1_000  # causes above an event that are followed
+MAX_NODES = 200
+_PAGE, _PAGES = 500, 4  # events that ``emitters`` reads
+_MAX_CAUSES = 1_000  # ancestors of an event that are followed
 
 
 _Found = tuple[EventSummary, str]
 
 
-class EventQuestions(AdminBase):
+class EventQueries(AdminBase):
     """A part of ``Admin``."""
 
     async def events(
@@ -38,47 +38,47 @@ class EventQuestions(AdminBase):
         documents: bool = True,
         shard: str | None = None,
     ) -> Page[StoredEvent]:
-        """The stored events that match, the newest first; at most ``limit``. ``page.next`` goes on.
+        """Return the stored events that match, newest first; at most ``limit``. ``page.next`` continues the list.
 
-        ``documents=False`` leaves out payload, parameters and headers: large documents are not read then. The states,
-        the handler and the error of a filter do not count: they belong to notifications. ``since`` and ``until`` are
-        compared with the date of the event.
+        ``documents=False`` omits payload, parameters and headers, which may be large. The states, the handler and the
+        error of a filter are ignored, because they belong to notifications. ``since`` and ``until`` are compared with
+        the date of the event.
 
         Example::
 
             for event in await outbox.admin.events(Filter(correlation_id="req-7")):
                 print(event.sequence, event.event_type, event.payload)
         """
-        wanted, limit = given_filter(filter), given_limit(limit)
+        filter, limit = filter_argument(filter), limit_argument(limit)
         databases = {database.name: database for database in self._shards.databases(shard)}
-        places: Mapping[str, UUID | None] = (
-            dict.fromkeys(databases) if after is None else cursor_of(str(after), wanted, UUID).places
+        cursors: Mapping[str, UUID | None] = (
+            dict.fromkeys(databases) if after is None else cursor_of(str(after), filter, UUID).positions
         )
         found: dict[str, Found[EventSummary, UUID]] = {}
-        for name, place in places.items():
+        for name, cursor in cursors.items():
             if name in databases:
-                search = await search_of(wanted, databases[name], self._known, self._types)
+                search = await search_of(filter, databases[name], self._known, self._types)
                 found[name] = await databases[name].event_search.newest(
-                    self._namespace, search, limit, place, documents=documents
+                    self._namespace, search, limit, cursor, documents=documents
                 )
         events = [stored(row, name, self._redact) for name, each in found.items() for row in each.rows]
-        chosen = sorted(events, key=lambda event: event.id, reverse=True)[:limit]  # ids are in the order of time
+        chosen = sorted(events, key=lambda event: event.id, reverse=True)[:limit]  # ids sort by time
         reached: dict[str, UUID | None] = {}
         for name, each in found.items():
             taken = [event.id for event in chosen if event.shard == name]
             if len(taken) < len(each.rows):
-                reached[name] = taken[-1] if taken else places[name]
+                reached[name] = taken[-1] if taken else cursors[name]
             elif each.next is not None:
                 reached[name] = each.next
-        if not chosen and not reached and wanted.event_type is not None:
-            await self._known.refuse_unknown_type(wanted.event_type, list(databases.values()))
-        return Page(chosen, Cursor(reached).text(wanted))
+        if not chosen and not reached and filter.event_type is not None:
+            await self._known.refuse_unknown_type(filter.event_type, list(databases.values()))
+        return Page(chosen, Cursor(reached).text(filter))
 
     async def tree(self, event_id: UUID, *, documents: bool = True, shard: str | None = None) -> EventTree | None:
-        """The chain of causation around an event, from the first event down; at most 200 events.
+        """Return the causation tree that contains an event, from its first event down; at most 200 events.
 
-        ``documents=False`` leaves out payloads, parameters and headers. ``None`` if no event has this id, or if
-        retention has removed the event.
+        ``documents=False`` omits payloads, parameters and headers. ``None`` if no event has this id, or if retention
+        has removed it.
 
         Example::
 
@@ -86,48 +86,48 @@ class EventQuestions(AdminBase):
             for node in tree.root:
                 print("  " * node.event.hops, node.event.event_type, node.worst)
         """
-        id, databases = given_id(event_id), self._shards.databases(shard)
+        id, databases = id_argument(event_id), self._shards.databases(shard)
         top = await self._top(databases, id)
         return None if top is None else await self._tree(databases, id, *top, documents)
 
     async def event(self, event_id: UUID, *, documents: bool = True, shard: str | None = None) -> StoredEvent | None:
-        """The event with this id; ``None`` for an unknown id. ``documents`` as for :meth:`events`.
+        """Return the event with this id; ``None`` for an unknown id. ``documents`` is as for :meth:`events`.
 
         Example::
 
             event = await outbox.admin.event(event_id)
         """
-        found = await self._find(self._shards.databases(shard), given_id(event_id), documents)
+        found = await self._find(self._shards.databases(shard), id_argument(event_id), documents)
         return None if found is None else stored(*found, self._redact)
 
     async def states(self, event_ids: Sequence[UUID], *, shard: str | None = None) -> dict[UUID, dict[str, int]]:
-        """How many notifications of each event each state has. An event without notifications is left out.
+        """Count the notifications of each event by state. Events without notifications are omitted.
 
         Example::
 
             states = await outbox.admin.states([event.id for event in await outbox.admin.events(limit=50)])
         """
-        return await self._states(self._shards.databases(shard), given_ids(event_ids, "states"))
+        return await self._states(self._shards.databases(shard), ids_argument(event_ids, "states"))
 
     async def documents(self, event_id: UUID, *, shard: str | None = None) -> dict[str, str]:
-        """The documents of an event as JSON texts: ``payload``, ``action_params`` and ``headers``, if they exist.
+        """Return the documents of an event as JSON texts: ``payload``, ``action_params`` and ``headers``, if present.
 
-        The texts are those of the database, so that each number keeps all of its digits. With ``Outbox(redact=...)``,
-        a text is what ``redact`` returns for the document without spaces. Empty for an unknown id.
+        The texts are as stored, so numbers keep all of their digits. With ``Outbox(redact=...)``, a text is what
+        ``redact`` returns for the document without spaces. Empty for an unknown id.
 
         Example::
 
             documents = await outbox.admin.documents(event_id)
             print(documents["payload"])  # {"order": 12345678901234567890, "total": 10.90}
         """
-        found = await self._find(self._shards.databases(shard), given_id(event_id))
+        found = await self._find(self._shards.databases(shard), id_argument(event_id))
         raw = {} if found is None else {name: getattr(found[0], name) for name in sorted(DOCUMENTS)}
         return {
             name: redacted_text(bytes(text).decode(), self._redact) for name, text in raw.items() if text is not None
         }
 
     async def emitters(self, *, shard: str | None = None) -> dict[str, list[str]]:
-        """The actions that have emitted events, by event type: among the newest 2,000 events of each shard.
+        """Return the actions that emitted the newest 2,000 events of each shard, by event type.
 
         Example::
 
@@ -135,32 +135,32 @@ class EventQuestions(AdminBase):
         """
         found: dict[str, set[str]] = {}
         for database in self._shards.databases(shard):
-            place: UUID | None = None
+            cursor: UUID | None = None
             for _ in range(_PAGES):
-                page = await database.event_search.newest(self._namespace, Search(), _PAGE, place, documents=False)
+                page = await database.event_search.newest(self._namespace, Search(), _PAGE, cursor, documents=False)
                 for row in page.rows:
                     if row.event_type is not None:
                         found.setdefault(row.event_type, set()).add(row.action_name)
-                place = page.next
-                if place is None:
+                cursor = page.next
+                if cursor is None:
                     break
         return {name: sorted(actions) for name, actions in sorted(found.items())}
 
     # --- inside ----------------------------------------------------------------------------------
 
     async def _find(self, databases: Sequence[Database], id: UUID, documents: bool = True) -> _Found | None:
-        """An event, and the name of its shard."""
+        """Return an event, and the name of its shard."""
         for database in databases:
             for row in await database.event_search.events(self._namespace, [id], documents=documents):
                 return row, database.name
         return None
 
     async def _top(self, databases: Sequence[Database], id: UUID) -> _Found | None:
-        """The first stored event of the chain above an event, without documents."""
+        """Return the first stored ancestor of an event, without documents."""
         top, seen = await self._find(databases, id, documents=False), {id}
         while top is not None and (cause := top[0].causation_id) is not None and cause not in seen:
             seen.add(cause)
-            above = await self._find(databases, cause, documents=False) if len(seen) < _HIGHEST else None
+            above = await self._find(databases, cause, documents=False) if len(seen) < _MAX_CAUSES else None
             if above is None:
                 break
             top = above
@@ -176,10 +176,10 @@ class EventQuestions(AdminBase):
         while level and is_complete:
             fresh: list[UUID] = []
             for database in databases:
-                room = MOST_NODES - len(found)
-                rows = await database.event_search.caused_by(self._namespace, level, room + 1, documents=documents)
-                is_complete = is_complete and len(rows) <= room
-                for row in rows[:room]:
+                free = MAX_NODES - len(found)
+                rows = await database.event_search.caused_by(self._namespace, level, free + 1, documents=documents)
+                is_complete = is_complete and len(rows) <= free
+                for row in rows[:free]:
                     if row.id not in found and row.causation_id is not None:
                         found[row.id] = row, database.name
                         children.setdefault(row.causation_id, []).append(row.id)
@@ -204,7 +204,7 @@ class EventQuestions(AdminBase):
 
 
 def stored(row: EventSummary, shard: str, redact: Redact) -> StoredEvent:
-    """The event of a row, for an operator."""
+    """Convert a row to an event, with redacted documents."""
     documents = {column: _document(column, getattr(row, column), redact) for column in DOCUMENTS}
     documents["action_params"] = documents["action_params"] or {}
     return made_from(row, StoredEvent, is_delivered=row.delivered, shard=shard, **documents)

@@ -1,4 +1,4 @@
-"""The question of an operator about the history of a handler."""
+"""The history of a handler's runs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import zip_longest
 
 from outboxio.errors import ConfigurationError
 from outboxio.model.operating.groups import HandlerHistory, HistoryPoint
-from outboxio.operations.arguments import given_handler
+from outboxio.operations.arguments import handler_argument
 from outboxio.operations.base import AdminBase
 from outboxio.statistics.figures import DURATIONS, LAGS, percentile
 from outboxio.storage.protocols import HandlerMinute
@@ -16,12 +16,12 @@ from outboxio.support.text import briefly
 
 MINUTE = timedelta(minutes=1)
 LONGEST = timedelta(hours=48)
-"""Figures by minute are kept for so long."""
+"""How long the figures of each minute are kept."""
 LONGEST_OF_ALL = timedelta(hours=1)
-"""A day of all handlers may have 100,000 rows."""
+"""The longest time range for all handlers together: a day may have 100,000 rows."""
 
 
-class HistoryQuestions(AdminBase):
+class HistoryQueries(AdminBase):
     """A part of ``Admin``."""
 
     async def history(
@@ -32,23 +32,22 @@ class HistoryQuestions(AdminBase):
         step: timedelta = MINUTE,
         shard: str | None = None,
     ) -> HandlerHistory:
-        """How often a handler ran, failed and ended badly, and how long its runs took and waited, over time.
+        """Return the runs, failures, durations and lags of a handler over time.
 
-        ``handler``: by default all handlers together, of the last hour at most. ``within``: the time until now, of 1
-        minute to 48 hours. ``step``: the length of a period, in whole minutes. The answer has the last, unfinished
-        period too. Processes write their figures at the end of each minute, so the present minute is empty. Periods
-        begin at multiples of ``step`` after midnight UTC.
+        ``handler``: by default all handlers together, for at most the last hour. ``within``: the time range until now,
+        1 minute to 48 hours. ``step``: the length of a period, in whole minutes; periods begin at multiples of ``step``
+        after midnight UTC. The last period is incomplete. Processes write their figures at the end of each minute, so
+        the current minute is empty.
 
-        Reads one row for each minute and process, and for each handler if no handler is named. Raises
-        :class:`UnknownHandler` for an unknown name, and :class:`ConfigurationError` for a time or a step without a
-        meaning.
+        Reads one row per minute and process, and per handler if no handler is named. Raises :class:`UnknownHandler` for
+        an unknown name, and :class:`ConfigurationError` for an invalid range or step.
 
         Example::
 
             history = await outbox.admin.history("invoice-pdf", within=timedelta(hours=24), step=timedelta(minutes=15))
             print(history.total.duration_p95, [point.succeeded for point in history.points])
         """
-        name = None if handler is None else given_handler(handler)
+        name = None if handler is None else handler_argument(handler)
         within = _within(within, LONGEST if name is not None else LONGEST_OF_ALL)
         step = _step(step, within)
         found: list[HandlerMinute] = []
@@ -101,7 +100,7 @@ def _point(begin: datetime, minutes: Sequence[HandlerMinute]) -> HistoryPoint:
 
 
 def _added(histograms: Iterable[Sequence[int]]) -> list[int]:
-    """Histograms added up. A different version may have written fewer buckets, or more."""
+    """Add up histograms. A different version may have written fewer buckets, or more."""
     return [sum(numbers) for numbers in zip_longest(*histograms, fillvalue=0)]
 
 
@@ -124,12 +123,12 @@ def _within(within: object, longest: timedelta) -> timedelta:
 def _step(step: object, within: timedelta) -> timedelta:
     if not isinstance(step, timedelta) or not MINUTE <= step <= within or step % MINUTE:
         raise ConfigurationError(
-            f"step is {briefly(step)}; expected a timedelta of whole minutes, 1 or more, that is no longer than within"
+            f"step is {briefly(step)}; expected a timedelta of whole minutes, 1 or more, not longer than within"
         )
     return step
 
 
-def _floor(moment: datetime, step: timedelta) -> datetime:
-    """The last multiple of a step after midnight."""
-    midnight = datetime.min.replace(year=moment.year, month=moment.month, day=moment.day)
-    return midnight + (moment - midnight) // step * step
+def _floor(time: datetime, step: timedelta) -> datetime:
+    """Round down to a multiple of a step after midnight."""
+    midnight = datetime.min.replace(year=time.year, month=time.month, day=time.day)
+    return midnight + (time - midnight) // step * step

@@ -1,4 +1,4 @@
-"""The questions of an operator about notifications: lists, counts, groups of failures, exports."""
+"""Queries about notifications: lists, counts, groups of failures, exports."""
 
 from __future__ import annotations
 
@@ -14,43 +14,42 @@ from outboxio.health.facts import ShardFacts
 from outboxio.health.reasons import explain
 from outboxio.health.values import brief
 from outboxio.model.notification import TERMINAL, NotificationRecord, State
-from outboxio.model.operating.groups import Filter, Group, Groups, Place, Search, fingerprint
+from outboxio.model.operating.groups import Filter, Group, Groups, PageCursor, Search, fingerprint
 from outboxio.model.operating.operation import BoundedCount, Page
 from outboxio.model.redaction import Redact, redacted_record
-from outboxio.operations.arguments import GivenTypes, given_id, given_limit
+from outboxio.operations.arguments import RequestedTypes, id_argument, limit_argument
 from outboxio.operations.base import AdminBase
 from outboxio.operations.queries.filters import (
     FAILURES,
     Cursor,
     chosen_filter,
     cursor_of,
-    given_filter,
+    filter_argument,
     merged,
     no_cursor,
     search_of,
 )
 from outboxio.operations.stranded import Stranded, count_unroutable, find_stranded
 from outboxio.storage.protocols import Database, Found, LastError
-from outboxio.storage.tables.walks import is_place
-from outboxio.support.text import briefly
+from outboxio.storage.tables.scans import is_page_cursor
 
-MOST_COUNTED = 10_000
-MOST_GROUPED = 500
+MAX_COUNTED = 10_000
+MAX_GROUPED = 500
 _EXPORTED_AT_ONCE = 500
-_PATIENCE = 1.0  # seconds for the overview, without which a notification is shown all the same
-_MOST_OF_EVENT = 10_000  # notifications: a handler name has at most one
+_PATIENCE = 1.0  # seconds for the overview; the notification is shown even without it
+_MAX_OF_EVENT = 10_000  # notifications: a handler name has at most one
 
 
-class Questions(AdminBase):
+class NotificationQueries(AdminBase):
     """A part of ``Admin``."""
 
     async def counts(self, *, shard: str | None = None) -> dict[str, int]:
-        """The number of notifications in each state, with ``undelivered`` and ``unroutable``.
+        """Count the notifications in each state, and the ``undelivered`` and ``unroutable`` ones.
 
         ``undelivered``: events that were not fanned out yet, including events without any subscriber. ``unroutable``:
         unfinished notifications of handlers, or of event versions, that no process has.
 
-        Reads all notifications that retention keeps. For a page or a probe, ask :meth:`overview`.
+        Reads all stored notifications. For a page or a probe, use :meth:`overview`.
 
         Example::
 
@@ -65,12 +64,12 @@ class Questions(AdminBase):
         return counts
 
     async def count(
-        self, filter: Filter | None = None, *, most: int = MOST_COUNTED, shard: str | None = None
+        self, filter: Filter | None = None, *, most: int = MAX_COUNTED, shard: str | None = None
     ) -> BoundedCount:
-        """The number of notifications that match a filter, counted up to ``most`` on each shard.
+        """Count the notifications that match a filter, up to ``most`` on each shard.
 
-        The count ends earlier, and says so, where the indexes cannot tell which notifications match: after some
-        thousand notifications were read.
+        If no index covers the filter, the count may stop earlier, after some thousand rows were read;
+        ``is_complete`` is then False.
 
         Raises :class:`ConfigurationError` for a filter that no notification can match, :class:`UnknownHandler` and
         :class:`UnknownEventType` for an unknown name.
@@ -80,14 +79,14 @@ class Questions(AdminBase):
             dead = await outbox.admin.count(Filter(states=("DEAD",), handler="invoice-pdf"))
             print(dead, dead.is_complete)  # 10,000+ False
         """
-        wanted, most = given_filter(filter), given_limit(most)
+        filter, most = filter_argument(filter), limit_argument(most)
         number, is_complete = 0, True
         for database in self._shards.databases(shard):
-            counted = await database.search.count(self._namespace, await self._search(wanted, database), most)
+            counted = await database.search.count(self._namespace, await self._search(filter, database), most)
             number += counted.number
             is_complete &= counted.is_complete
         if not number:
-            await self._refuse_unknown_names(wanted, shard)
+            await self._refuse_unknown_names(filter, shard)
         return BoundedCount(number, is_complete=is_complete)
 
     async def list(
@@ -102,74 +101,73 @@ class Questions(AdminBase):
         documents: bool = True,
         shard: str | None = None,
     ) -> Page[NotificationRecord]:
-        """The notifications that match, the newest first; at most ``limit``. ``page.next`` goes on.
+        """Return the notifications that match, newest first; at most ``limit``. ``page.next`` continues the list.
 
-        ``filter``: a :class:`Filter`, or the name of a state. ``state``, ``handler`` and ``event_type`` are short for a
-        filter with a single field. ``after``: ``page.next`` of the page before, or, with a single shard, the id of the
-        last notification of that page. ``documents=False`` leaves out payload, parameters and headers: large documents
-        are not read then.
+        ``filter``: a :class:`Filter`, or the name of a state. ``state``, ``handler`` and ``event_type`` are shortcuts
+        for a filter with a single field. ``after``: ``page.next`` of the previous page, or, with a single shard, the id
+        of its last notification. ``documents=False`` omits payload, parameters and headers, which may be large.
 
-        The newest is what an operator asks for: of DEAD and EXPIRED notifications the last end of each handler, of
-        waiting notifications the latest due date, and otherwise the newest event. A page can be shorter than ``limit``
-        although the list goes on: a read ends after a bounded number of rows.
+        DEAD and EXPIRED notifications are sorted by when they ended, waiting notifications by their due date, and
+        others by the sequence of the event. A page can be shorter than ``limit`` although there is a next page, because
+        a read ends after a bounded number of rows.
 
-        Payloads, parameters, headers and errors are shown as ``Outbox(redact=...)`` returns them. A document that
-        cannot be shown, because a foreign tool has nested the document too deeply, is replaced by a text that says so.
+        Payloads, parameters, headers and errors are redacted by ``Outbox(redact=...)``. A document that was nested too
+        deeply by another tool is replaced by a note.
 
-        Raises :class:`ConfigurationError` for a state that does not exist, :class:`UnknownHandler` and
-        :class:`UnknownEventType` for an unknown name.
+        Raises :class:`ConfigurationError` for an unknown state, :class:`UnknownHandler` and :class:`UnknownEventType`
+        for an unknown name.
 
         Example::
 
             for record in await outbox.admin.list(state="DEAD"):
                 print(record.handler_name, record.event_id, record.errors[-1]["message"])
         """
-        wanted = chosen_filter(filter, state, handler, event_type)
-        limit = given_limit(limit)
-        page = await self._page(wanted, limit, after, shard, documents=documents)
+        selected = chosen_filter(filter, state, handler, event_type)
+        limit = limit_argument(limit)
+        page = await self._page(selected, limit, after, shard, documents=documents)
         if not page and page.next is None and after is None:
-            await self._refuse_unknown_names(wanted, shard)
+            await self._refuse_unknown_names(selected, shard)
         return page
 
     async def groups(
-        self, filter: Filter | None = None, *, limit: int = MOST_GROUPED, shard: str | None = None
+        self, filter: Filter | None = None, *, limit: int = MAX_GROUPED, shard: str | None = None
     ) -> Groups[Group]:
-        """The failures that match, grouped by handler and error, the largest group first.
+        """Group the failures that match by handler and error, the largest group first.
 
-        Two errors belong together if they differ in numbers, ids, e-mail addresses and quoted values only. A filter
-        without states means DEAD, EXPIRED, FAILED and DYING notifications. The newest ``limit`` of each shard are
-        grouped, and ``str`` says so: ``grouped over the newest 500 of 4,310``.
+        Errors are grouped if they differ only in numbers, ids, e-mail addresses and quoted values. A filter without
+        states selects DEAD, EXPIRED, FAILED and DYING notifications. The newest ``limit`` of each shard are grouped;
+        ``str`` of the result shows this: ``grouped over the newest 500 of 4,310``.
 
-        ``group.filter`` selects all notifications of the group. A group whose error is a part of the error of a second
-        group selects both: ``retry(group.filter, dry_run=True)`` says the number.
+        ``group.filter`` selects all notifications of the group. If the error of one group is part of the error of
+        another, its filter selects both: ``retry(group.filter, dry_run=True)`` returns the number.
 
         Example::
 
             groups = await outbox.admin.groups()
             print(groups)
             for group in groups:
-                print(group.number, group.handler_name, group.fingerprint, group.last_seen)
+                print(group.count, group.handler_name, group.fingerprint, group.last_seen)
         """
-        wanted, limit = given_filter(filter, states=FAILURES), given_limit(limit)
+        filter, limit = filter_argument(filter, states=FAILURES), limit_argument(limit)
         errors: dict[str, Sequence[LastError]] = {}
         of, is_complete = 0, True
         for database in self._shards.databases(shard):
-            search = await self._search(wanted, database)
+            search = await self._search(filter, database)
             errors[database.name] = (await database.search.last_errors(self._namespace, search, limit)).rows
-            counted = await database.search.count(self._namespace, search, max(MOST_COUNTED, limit))
+            counted = await database.search.count(self._namespace, search, max(MAX_COUNTED, limit))
             of += counted.number
             is_complete &= counted.is_complete
         looked_at = sum(map(len, errors.values()))
         if not looked_at:
-            await self._refuse_unknown_names(wanted, shard)
+            await self._refuse_unknown_names(filter, shard)
         of = BoundedCount(max(of, looked_at), is_complete=is_complete)
-        return Groups(grouped(errors, wanted, self._redact), looked_at, of)
+        return Groups(grouped(errors, filter, self._redact), looked_at, of)
 
     async def inspect(self, id: UUID, *, documents: bool = True, shard: str | None = None) -> Inspected:
-        """The notification with this id, or all notifications of the event with this id; empty for an unknown id.
+        """Return the notification with this id, or all notifications of the event with this id; empty if unknown.
 
-        ``reason`` says why the unfinished notifications have not run, and ``reasons`` says so of each, by id.
-        ``documents=False`` leaves out payload, parameters and headers, and is for the id of an event.
+        ``reason`` of the result explains why the unfinished notifications have not run, and ``reasons`` does so for
+        each, by id. ``documents=False`` omits payload, parameters and headers, and requires the id of an event.
 
         Example::
 
@@ -179,12 +177,12 @@ class Questions(AdminBase):
             print(record.state, record.attempts, record.errors)
         """
         records: list[NotificationRecord] = []
-        chosen = [given_id(id)]
+        chosen = [id_argument(id)]
         for database in self._shards.databases(shard):
             if documents:
                 records += await database.stored_notifications.select_by_id(self._namespace, chosen)
             else:
-                records += await database.event_search.notifications_of(self._namespace, chosen, _MOST_OF_EVENT)
+                records += await database.event_search.notifications_of(self._namespace, chosen, _MAX_OF_EVENT)
         records.sort(key=lambda record: (record.handler_name, record.created_date))
         found = Inspected(self._redacted(records))
         found.reasons = {one.id: await self._reason(one) for one in records if one.state not in TERMINAL}
@@ -195,19 +193,19 @@ class Questions(AdminBase):
             async with asyncio.timeout(_PATIENCE):
                 facts, _ = await self._setup.overviews.read()
         except TimeoutError:
-            return f"Not known: the overview was not read within {_PATIENCE:g} s."
-        except Exception as error:  # a right is missing: the notification itself is shown all the same
-            return f"Not known: {brief(self._redact(str(error)))}"
+            return f"Unknown: the overview was not read within {_PATIENCE:g} s."
+        except Exception as error:  # such as a missing privilege; the notification itself is shown anyway
+            return f"Unknown: {brief(self._redact(str(error)))}"
         shard = next(one for one in facts.shards if one.name == record.shard)
         head = await self._head(record, shard) if record.state == State.BLOCKED else None
         if head is None or head.id == record.id:
             return explain(record, shard)
-        ended = f"It ended {head.state}: retry it, or skip it."
+        ended = f"It ended {head.state}: retry or skip it."
         own = ended if head.state in TERMINAL else f"That one: {explain(head, shard)}"
         return f"{explain(record, shard, f'`{head.id}`')} {own}"
 
     async def _head(self, record: NotificationRecord, shard: ShardFacts) -> NotificationRecord | None:
-        """The notification for which the rest of its ordering key waits."""
+        """Return the first unfinished notification of an ordering key, which blocks the others."""
         if record.ordering_key is None:
             return None
         handler = shard.handler_of(record.handler_name)
@@ -218,9 +216,9 @@ class Questions(AdminBase):
     async def export(
         self, filter: Filter | None = None, *, shard: str | None = None
     ) -> AsyncIterator[NotificationRecord]:
-        """All notifications that match, one after the other, as :meth:`list` shows them.
+        """Iterate over all notifications that match, as :meth:`list` returns them.
 
-        Notifications that change meanwhile may be missing or come twice.
+        Notifications that change during the export may be missing or appear twice.
 
         Example::
 
@@ -237,10 +235,10 @@ class Questions(AdminBase):
             after = page.next
 
     async def stranded(self, *, shard: str | None = None) -> Sequence[Stranded]:
-        """The handler names with unfinished notifications that no process has had for some minutes or longer.
+        """Return the handler names with unfinished notifications that no process has had for some minutes or longer.
 
-        A rename without an alias has this effect. A name that no process has had for ``subscription_ttl`` is not in the
-        list: :meth:`counts` has the notifications of such a name as ``unroutable``.
+        The usual cause is a rename without an alias. A name that no process has had for ``subscription_ttl`` is not
+        included: :meth:`counts` counts its notifications as ``unroutable``.
 
         Example::
 
@@ -253,11 +251,11 @@ class Questions(AdminBase):
         return found
 
     async def payloads(self, event_types: Sequence[str], *, shard: str | None = None) -> Sequence[str]:
-        """The stored payloads of events of these types, as JSON text, in the order of their sequence.
+        """Return the stored payloads of events of these types, as JSON texts, in the order of their sequence.
 
-        For programs, which need unchanged payloads: ``redact`` is not called.
+        This is for programs that need the original payloads: ``redact`` is not called.
         """
-        names = GivenTypes(event_types).names
+        names = RequestedTypes(event_types).names
         found: list[str] = []
         for database in self._shards.databases(shard):
             found += await database.stored_events.payloads(self._namespace, names)
@@ -270,49 +268,51 @@ class Questions(AdminBase):
     ) -> Page[NotificationRecord]:
         databases = {database.name: database for database in self._shards.databases(shard)}
         searches = {name: await self._search(filter, database) for name, database in databases.items()}
-        places = await self._places(filter, after, databases, searches)
-        found: dict[str, Found[NotificationRecord, Place]] = {}
-        for name, place in places.items():
+        cursors = await self._cursors(filter, after, databases, searches)
+        found: dict[str, Found[NotificationRecord, PageCursor]] = {}
+        for name, cursor in cursors.items():
             search = databases[name].search
             try:
-                found[name] = await search.find(self._namespace, searches[name], limit, place, documents=documents)
+                found[name] = await search.find(self._namespace, searches[name], limit, cursor, documents=documents)
             except Exception as error:
-                if place is not None and databases[name].refuses_value(error):
+                if cursor is not None and databases[name].refuses_value(error):
                     raise no_cursor(after) from error
                 raise
         chosen = merged([each.rows for each in found.values()], limit)
-        reached: dict[str, Place | None] = {}
+        reached: dict[str, PageCursor | None] = {}
         for name, each in found.items():
             taken = sum(record.shard == name for record in chosen)
             if taken == len(each.rows):
                 if each.next is not None:
                     reached[name] = each.next
             elif not taken:
-                reached[name] = places[name]
+                reached[name] = cursors[name]
             else:
                 last = each.rows[taken - 1].id
-                reached[name] = await databases[name].search.place_of(self._namespace, searches[name], last)
+                reached[name] = await databases[name].search.cursor_of_notification(
+                    self._namespace, searches[name], last
+                )
         return Page(self._redacted(chosen), Cursor(reached).text(filter))
 
-    async def _places(
+    async def _cursors(
         self, filter: Filter, after: object, databases: dict[str, Database], searches: dict[str, Search]
-    ) -> dict[str, Place | None]:
-        """The places after which the shards go on. A shard that was read to the end is left out."""
+    ) -> dict[str, PageCursor | None]:
+        """Return the cursors of the shards. A shard that was read to the end is omitted."""
         if after is None:
             return dict.fromkeys(databases)
         id = _as_id(after)
         if id is None:
-            cursor = cursor_of(str(after), filter, Place, is_place)
-            return {name: place for name, place in cursor.places.items() if name in databases}
+            cursor = cursor_of(str(after), filter, PageCursor, is_page_cursor)
+            return {name: position for name, position in cursor.positions.items() if name in databases}
         if len(databases) > 1:
             raise ConfigurationError(
-                f"after is the id {id}, and the list has {len(databases)} shards; give page.next, or name the shard"
+                f"after is the id {id}, and the list has {len(databases)} shards; pass page.next, or name the shard"
             )
         [(name, database)] = databases.items()
-        place = await database.search.place_of(self._namespace, searches[name], id)
-        if place is None:
-            raise ConfigurationError(f"after is {id}, and there is no such notification; give page.next, or a known id")
-        return {name: place}
+        position = await database.search.cursor_of_notification(self._namespace, searches[name], id)
+        if position is None:
+            raise ConfigurationError(f"after is {id}, but there is no such notification; pass page.next, or a known id")
+        return {name: position}
 
     async def _search(self, filter: Filter, database: Database) -> Search:
         return await search_of(filter, database, self._known, self._types)
@@ -329,7 +329,7 @@ class Questions(AdminBase):
 
 
 class Inspected(list[NotificationRecord]):
-    """What ``outbox.admin.inspect`` has found: a list of notifications."""
+    """The result of ``outbox.admin.inspect``: a list of notifications."""
 
     reasons: Mapping[UUID, str] = MappingProxyType({})
     """Why each unfinished notification has not run, by its id."""
@@ -341,13 +341,11 @@ class Inspected(list[NotificationRecord]):
 
 
 def _as_id(after: object) -> UUID | None:
-    """The id, or ``None`` for the text of a page. Raises :class:`ConfigurationError` for any other value."""
+    """Return the id, or ``None`` for a page cursor. Raises :class:`ConfigurationError` for any other value."""
     if isinstance(after, UUID):
         return after
     if not isinstance(after, str):
-        raise ConfigurationError(
-            f"after is {briefly(after)}; expected the text in page.next, or the id of the last notification"
-        )
+        raise no_cursor(after)
     try:
         return UUID(after)
     except ValueError:
@@ -358,7 +356,7 @@ def _as_id(after: object) -> UUID | None:
 
 
 def grouped(errors: Mapping[str, Sequence[LastError]], filter: Filter, redact: Redact) -> list[Group]:
-    """The groups of the last errors of notifications, the largest first.
+    """Group the last errors of notifications, the largest group first.
 
     ``errors``: by shard. ``filter``: the filter that selected the notifications.
     """
@@ -366,13 +364,13 @@ def grouped(errors: Mapping[str, Sequence[LastError]], filter: Filter, redact: R
     shown: dict[str, str] = {}  # by fingerprint: ``redact`` may be slow
     for shard, found in errors.items():
         for error in found:
-            told = fingerprint(error.type, error.message)
-            if told not in shown:
-                # If ``redact`` changes the fingerprint, the message is not shown, and only the type counts.
-                shown[told] = told if redact(told) == told else f"{error.type}: *"
-            groups.setdefault((error.handler_name, shown[told]), []).append((shard, error))
+            key = fingerprint(error.type, error.message)
+            if key not in shown:
+                # If ``redact`` changes the fingerprint, the message is hidden, and errors are grouped by type.
+                shown[key] = key if redact(key) == key else f"{error.type}: *"
+            groups.setdefault((error.handler_name, shown[key]), []).append((shard, error))
     made = [_group(name, shown, members, filter, redact) for (name, shown), members in groups.items()]
-    return sorted(made, key=lambda group: (-group.number, group.handler_name, group.fingerprint))
+    return sorted(made, key=lambda group: (-group.count, group.handler_name, group.fingerprint))
 
 
 def _group(name: str, shown: str, members: Sequence[tuple[str, LastError]], filter: Filter, redact: Redact) -> Group:
@@ -381,7 +379,7 @@ def _group(name: str, shown: str, members: Sequence[tuple[str, LastError]], filt
     return Group(
         handler_name=name,
         fingerprint=shown,
-        number=len(members),
+        count=len(members),
         first_seen=min(error.updated_date for _, error in members),
         last_seen=newest.updated_date,
         sample=redact(f"{newest.type}: {newest.message}"),

@@ -1,4 +1,4 @@
-"""The queries of an operator about the whole: the overview, handlers, locks, parked keys."""
+"""Queries about the whole outbox: the overview, handlers, locks, parked keys."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from outboxio.health.collector import HOUR, MOST_KEYS
+from outboxio.health.collector import HOUR, MAX_KEYS
 from outboxio.health.reasons import Reason, waiting_in
 from outboxio.health.values import HandlerStatus, KeyStatus, LockStatus, Overview
 from outboxio.model.lock_name import LockName
-from outboxio.operations.arguments import given_handler, unknown_namespace
+from outboxio.operations.arguments import handler_argument, unknown_namespace
 from outboxio.operations.base import AdminBase
 from outboxio.operations.partitions.owners import locks_of
 from outboxio.storage.protocols import Database, counts_of
@@ -22,14 +22,14 @@ PATIENCE = 2.0  # seconds
 _NO_BOUND = 2**31 - 1
 
 
-class OverviewQuestions(AdminBase):
+class OverviewQueries(AdminBase):
     """A part of ``Admin``."""
 
     async def overview(self) -> Overview:
-        """The state of the outbox at a glance: figures, and what is wrong, in sentences, the worst first.
+        """Return the state of the outbox: figures, and findings with the worst first.
 
-        The figures are bounded, so the overview may be polled; an overview is used again for 1 s, unless an operation
-        of this process has ended since. A shard that cannot be reached is a finding, and not an error.
+        Queries are bounded and an overview is reused for 1 s (unless an operation of this process has ended since), so
+        it may be polled. An unreachable shard is a finding, not an error.
 
         Example::
 
@@ -40,12 +40,12 @@ class OverviewQuestions(AdminBase):
         return (await self._setup.overviews.read())[1]
 
     async def waiting(self, handler: str | None = None, *, shard: str | None = None) -> dict[str, int]:
-        """Why notifications have not run: the number of unfinished ones for each reason, of one handler or of all.
+        """Return the number of unfinished notifications for each reason why they have not run.
 
-        Each unfinished notification has exactly one reason, so the sum is their number; it is exact while no
-        notification changes. The reasons are those of :class:`~outboxio.health.reasons.Reason`: ``queued`` (due, or
-        running now), ``retry``, ``delayed``, ``schedule``, ``batch``, ``blocked``, ``version``, ``no_handler``,
-        ``no_owner``, ``paused``, ``unavailable``, ``rate``, ``concurrency``.
+        Every unfinished notification has exactly one reason. The sum is exact while no notification changes. The
+        reasons are those of :class:`~outboxio.health.reasons.Reason`: ``queued`` (due, or running now), ``retry``,
+        ``delayed``, ``schedule``, ``batch``, ``blocked``, ``version``, ``no_handler``, ``no_owner``, ``paused``,
+        ``unavailable``, ``rate``, ``concurrency``.
 
         Counts all unfinished notifications; :meth:`overview` counts up to 10,000 of each handler. Raises
         :class:`UnknownHandler` for an unknown name.
@@ -55,20 +55,20 @@ class OverviewQuestions(AdminBase):
             waiting = await outbox.admin.waiting("invoice-pdf")
             print({reason: number for reason, number in waiting.items() if number})  # {"retry": 3, "paused": 40}
         """
-        wanted = None if handler is None else given_handler(handler)
+        name = None if handler is None else handler_argument(handler)
         counts = Counter[Reason](dict.fromkeys(Reason, 0))
         for one in self._shards.chosen(shard):
-            names = None if wanted is None else await self._known.names_of(wanted, one.database)
+            names = None if name is None else await self._known.names_of(name, one.database)
             collector = self._setup.overviews.collectors[one.database.name]
             facts = await collector.rows_and_locks(await one.now(), most=_NO_BOUND, names=names)
             for by_reason in waiting_in(facts).values():
                 counts.update(by_reason)
-        if wanted is not None and not counts.total():
-            await self._known.refuse_unknown(wanted, self._shards.databases(shard), among_rows=True)
+        if name is not None and not counts.total():
+            await self._known.refuse_unknown(name, self._shards.databases(shard), among_rows=True)
         return {reason.value: number for reason, number in counts.items()}
 
     async def handlers(self) -> Sequence[HandlerStatus]:
-        """The handlers of the namespace, the worst first: backlog, failures, holders. As in :meth:`overview`.
+        """Return the handlers of the namespace, worst first: backlog, failures, owners. Cached like :meth:`overview`.
 
         Example::
 
@@ -78,9 +78,9 @@ class OverviewQuestions(AdminBase):
         return (await self.overview()).handlers
 
     async def keys(
-        self, handler: str | None = None, *, limit: int = MOST_KEYS, shard: str | None = None
+        self, handler: str | None = None, *, limit: int = MAX_KEYS, shard: str | None = None
     ) -> Sequence[KeyStatus]:
-        """The parked ordering keys of a handler, or of all handlers, the longest parked first; at most ``limit``.
+        """Return the parked ordering keys of one or all handlers, the longest parked first; at most ``limit``.
 
         Example::
 
@@ -88,23 +88,23 @@ class OverviewQuestions(AdminBase):
                 print(key.ordering_key, key.since, key.blocked)
                 await outbox.admin.retry([key.notification_id])
         """
-        wanted = None if handler is None else given_handler(handler)
+        name = None if handler is None else handler_argument(handler)
         found: list[KeyStatus] = []
         for database in self._shards.databases(shard):
-            families = [await self._known.names_of(wanted, database)] if wanted is not None else [
-                [name] for name in await database.probes.dead_names(self._namespace)
+            families = [await self._known.names_of(name, database)] if name is not None else [
+                [dead] for dead in await database.probes.dead_names(self._namespace)
             ]  # fmt: skip
             for key in await database.probes.parked(self._namespace, families, limit) if families else ():
                 found.append(KeyStatus(
                     handler_name=key.handler_name, ordering_key=key.ordering_key, notification_id=key.id,
                     event_id=key.event_id, since=key.since, blocked=key.blocked, shard=database.name,
                 ))  # fmt: skip
-        if wanted is not None and not found:
-            await self._known.refuse_unknown(wanted, self._shards.databases(shard), among_rows=True)
+        if name is not None and not found:
+            await self._known.refuse_unknown(name, self._shards.databases(shard), among_rows=True)
         return sorted(found, key=lambda key: key.since)[:limit]
 
     async def namespaces(self) -> Sequence[str]:
-        """The namespaces in the databases of this outbox: those with handlers, jobs, processes or waiting events.
+        """Return the namespaces in this outbox's databases: those with handlers, jobs, processes or waiting events.
 
         The namespace of this outbox is among them if one of its processes has ever run.
 
@@ -116,15 +116,15 @@ class OverviewQuestions(AdminBase):
         found, own = set[str](), LockName(self._namespace, "fanout")
         for database in self._shards.databases(None):
             found |= set(await database.subscriptions.namespaces())
-            if self._namespace not in found and await database.subscriptions.begun([own]):
+            if self._namespace not in found and await database.subscriptions.start_dates([own]):
                 found.add(self._namespace)
         return sorted(found)
 
     async def unknown_namespace(self) -> str | None:
-        """Why the namespace of this outbox must be a mistake: others have rows, and this one has none.
+        """Return why the namespace of this outbox is probably mistyped: others have rows, and this one has none.
 
-        ``None`` if the process has handlers of the namespace, if a process has ever run, and if there are no rows at
-        all. A database that does not answer within 2 s gives ``None``: whatever is queried next says what is wrong.
+        ``None`` if the process has handlers of the namespace, if a process has ever run, or if there are no rows at
+        all. Also ``None`` if a database does not respond within 2 s: the next query reports the problem.
 
         Example::
 
@@ -140,7 +140,7 @@ class OverviewQuestions(AdminBase):
             return None
 
     async def locks(self, *, shard: str | None = None) -> Sequence[LockStatus]:
-        """The cluster locks: fan-out of each shard, the jobs, and each partition of each stored handler name.
+        """Return the cluster locks: fan-out of each shard, the jobs, and each partition of each stored handler name.
 
         Example::
 
@@ -162,7 +162,7 @@ class OverviewQuestions(AdminBase):
         return found
 
     async def _locks_of_jobs(self, database: Database, alive: Mapping[str, bool]) -> list[LockStatus]:
-        """The locks of jobs that a process holds; a free lock if there are jobs, and no process holds a lock.
+        """Return the locks of jobs that a process holds, or a free lock if there are jobs and no process holds one.
 
         Processes with different jobs have different locks. A lock of jobs that were removed has no living holder.
         """
@@ -178,7 +178,7 @@ class OverviewQuestions(AdminBase):
 def _status(
     shard: str, lock: LockName, holder: Holder | None, alive: Mapping[str, bool], name: str | None = None
 ) -> LockStatus:
-    owner = None if holder is None or holder.has_given_back else holder.owner
+    owner = None if holder is None or holder.is_released else holder.owner
     return LockStatus(
         shard=shard, name=name or lock.lease, role=cast(Any, lock.role), handler_name=lock.handler_name or None,
         partition=lock.partition, owner=owner, since=None if holder is None or owner is None else holder.since,

@@ -1,4 +1,4 @@
-"""Checks a connection out for one transaction, and always gives it back."""
+"""Checks a connection out for one transaction, and always releases it."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 from outboxio.storage.connections.pool import GiveBack
-from outboxio.support.aio import to_the_end
+from outboxio.support.aio import run_to_completion
 
 S = TypeVar("S")
 
 CheckOut = Callable[[], Awaitable[tuple[Any, GiveBack]]]
-"""Takes a connection out of a pool."""
+"""Acquires a connection from a pool."""
 Explain = Callable[[S, BaseException], Awaitable[Exception | None]]
-"""Finds the error to raise in place of the error that ended the transaction, or ``None``."""
+"""Returns the error to raise instead of the error that ended the transaction, or ``None``."""
 
 
 class CheckedOut(Generic[S]):
-    """A connection of a pool, or a unit of a given engine, in the dialect's session."""
+    """A connection of a pool, or a unit of a user-supplied engine, in the session of the dialect."""
 
     def __init__(
         self, check_out: CheckOut, make: Callable[[Any], S], explain: Explain[S], restore: GiveBack | None = None
     ) -> None:
-        """``restore`` gives a connection back after an action that may have changed the session of the connection."""
+        """``restore`` releases a connection after an action that may have changed its session settings."""
         self._check_out = check_out
         self._make = make
         self._explain = explain
@@ -36,7 +36,7 @@ class CheckedOut(Generic[S]):
             session = self._session = self._make(self._connection)
         except BaseException:
             if (giving := self._give_back(self._connection)) is not None:
-                await to_the_end(giving)
+                await run_to_completion(giving)
             raise
         return session
 
@@ -45,19 +45,19 @@ class CheckedOut(Generic[S]):
     ) -> None:
         explained: Exception | None = None
         give_back = self._give_back
-        if self._restore is not None and self._session.may_have_left_something:
+        if self._restore is not None and self._session.may_have_changed_session:
             give_back = self._restore
         try:
             if error is not None:
                 explained = await self._explained(error)
         finally:
             if (giving := give_back(self._connection)) is not None:
-                await to_the_end(giving)
+                await run_to_completion(giving)
         if explained is not None:
             raise explained from error
 
     async def _explained(self, error: BaseException) -> Exception | None:
-        """The error of SQLAlchemy's session, or else of the driver."""
+        """Return the error as explained by the SQLAlchemy session, or else by the driver."""
         unit = self._session.unit
         explained = unit.explained(error) if unit is not None and isinstance(error, Exception) else None
         return explained or await self._explain(self._session, error)

@@ -1,4 +1,4 @@
-"""The connection of a loop: opened at the first use, opened again after a loss, used by one task at a time."""
+"""The connection of a loop: opened on first use, reopened after a loss, and used by one task at a time."""
 
 from __future__ import annotations
 
@@ -11,62 +11,62 @@ from typing import Any, Protocol
 from msgspec import Struct
 
 from outboxio.loops.owner import EventLoopGuard
-from outboxio.support.aio import to_the_end
+from outboxio.support.aio import run_to_completion
 from outboxio.support.log import log_of
 
 logger = log_of(__name__)
 
-MOST_FAILURES = 5  # failed statements in a row, for any reason, after which the connection is replaced
+MAX_FAILURES = 5  # failed statements in a row, for any reason, after which the connection is replaced
 
 
-class Troubles(Protocol):
-    """Told of failures that concern all connections of a shard."""
+class ConnectionObserver(Protocol):
+    """Observes failures that concern all connections of a shard."""
 
     def opened(self) -> None:
-        """A loop has opened a connection."""
+        """Called when a loop has opened a connection."""
 
     def unanswered(self) -> None:
-        """A statement was not answered in time."""
+        """Called when a statement got no response in time."""
 
-    def does_not_write(self, error: Exception, *, gives_up: bool) -> Exception:
-        """The error to raise if the server does not write. ``gives_up``: a new connection cannot help."""
+    def not_writable(self, error: Exception, *, is_final: bool) -> Exception:
+        """Return the error for a read-only server. ``is_final``: a new connection will not help."""
         ...
 
 
-class OnlyReads(Exception):
-    """A new connection leads to a server that does not write."""
+class ServerIsReadOnly(Exception):
+    """A new connection leads to a read-only server."""
 
 
 class LoopSource(Struct, frozen=True):
-    """Where a loop connection comes from and goes back to, and what learns of its failures."""
+    """How a loop connection is opened and released, and who observes its failures."""
 
     connect: Callable[[], Awaitable[Any]]
     release: Callable[[Any], Awaitable[None]]
-    troubles: Troubles
+    observer: ConnectionObserver
     guard: EventLoopGuard
 
 
 class BaseLoopConnection(ABC):
-    """The connection of one loop: session settings applied, one statement at a time, opened again after a failure.
+    """The connection of one loop: session settings applied, one statement at a time, reopened after a failure.
 
-    A dialect adds how a connection of its driver is prepared, restored and dropped.
+    Each dialect adds how a connection of its driver is prepared, restored and dropped.
 
-    - ``keeps=False``: the connection is given back after each use.
-    - ``writes``: a server that does not write is refused.
-    - A connection of a former event loop is forgotten.
+    - ``keeps=False``: the connection is released after each use.
+    - ``writes``: a read-only server is rejected.
+    - A connection of a previous event loop is discarded.
     """
 
     def __init__(self, source: LoopSource, *, keeps: bool = True, writes: bool = True) -> None:
         self._connect = source.connect
         self._release = source.release
-        self._troubles = source.troubles
+        self._observer = source.observer
         self._guard = source.guard
         self._keeps = keeps
         self._writes = writes
-        self._begin_anew()
-        self._guard.when_taken_over(self._begin_anew)
+        self._reset()
+        self._guard.when_taken_over(self._reset)
 
-    def _begin_anew(self) -> None:
+    def _reset(self) -> None:
         self._connection: Any = None
         self._turn = asyncio.Lock()
         self._failures, self._is_suspect = 0, False
@@ -75,35 +75,35 @@ class BaseLoopConnection(ABC):
 
     @abstractmethod
     async def prepare(self, connection: Any) -> None:
-        """Apply the session settings. Raises :class:`OnlyReads` if this loop writes and the server does not."""
+        """Apply the session settings. Raises :class:`ServerIsReadOnly` if this loop needs to write."""
 
     @abstractmethod
     async def restore(self, connection: Any) -> None:
-        """Undo :meth:`prepare` before the connection goes back to a pool."""
+        """Undo :meth:`prepare` before the connection is returned to a pool."""
 
     @abstractmethod
     def is_closed(self, connection: Any) -> bool:
-        """True if the connection is of no use any more."""
+        """Return True if the connection can no longer be used."""
 
     @abstractmethod
     def drop(self, connection: Any) -> None:
-        """Close the connection at once, without a goodbye to the server."""
+        """Close the connection immediately, without notifying the server."""
 
     @abstractmethod
     def is_read_only(self, error: Exception) -> bool:
-        """True if a statement has failed because the server does not write."""
+        """Return True if a statement failed because the server is read-only."""
 
     # --- use -----------------------------------------------------------------------------------
 
     async def use(self, work: Callable[[Any], Awaitable[Any]]) -> Any:
-        """Run ``work`` on the connection, opened if needed."""
+        """Run ``work`` on the connection, which is opened if needed."""
         async with self.opened() as connection:
             return await work(connection)
 
     async def use_if_open(self, work: Callable[[Any], Awaitable[Any]], *, only: Any = None) -> Any:
-        """Run ``work`` on the open connection. Raises :class:`ConnectionResetError` if the connection has ended.
+        """Run ``work`` on the open connection. Raises :class:`ConnectionResetError` if it is not open.
 
-        ``only``: the driver's connection that must be the open connection.
+        ``only``: the driver's connection that must be the open one.
         """
         self._guard.enter()
         async with self._turn:
@@ -138,28 +138,31 @@ class BaseLoopConnection(ABC):
                 self.drop(connection)
 
     async def close(self) -> None:
-        """Give the connection back with its settings restored, or drop a connection in an unknown state."""
+        """Restore the settings and release the connection, or drop it if its state is unknown."""
         self._guard.enter()
         connection, self._connection = self._connection, None
         if connection is not None:
-            await to_the_end(self._give_back(connection))
+            await run_to_completion(self._restore_and_release(connection))
 
     async def close_after(self, work: Callable[[Any], Awaitable[Any]], *, within: float) -> None:
-        """Run ``work`` on the connection, if the connection is open, and give the connection back.
+        """Run ``work`` on the connection if it is open, then release the connection.
 
-        The connection is dropped if ``work`` fails, or takes longer than ``within`` seconds.
+        The connection is dropped if ``work`` fails or takes longer than ``within`` seconds. The error is logged and not
+        raised, because the session and its locks have ended.
         """
         try:
             with self.dropped_on_failure():
                 if self.is_open:
                     async with asyncio.timeout(within):
                         await self.use_if_open(work)
+        except Exception as error:
+            logger.debug("closing a connection that could not be reset: %s", error)
         finally:
             await self.close()
 
     @contextmanager
     def dropped_on_failure(self) -> Generator[None]:
-        """Drop the connection if the body fails: locks that the server has given in the body end with the session."""
+        """Drop the connection if the body fails, so that locks acquired in the body end with the session."""
         try:
             yield
         except BaseException:
@@ -167,13 +170,13 @@ class BaseLoopConnection(ABC):
             raise
 
     def terminate(self) -> None:
-        """Drop the connection at once. :meth:`close` or the next use gives the closed connection back to its pool."""
+        """Drop the connection immediately. :meth:`close` or the next use then returns it to its pool."""
         if self._connection is not None:
             self.drop(self._connection)
 
     @asynccontextmanager
     async def opened(self) -> AsyncGenerator[Any]:
-        """The connection for one use. Concurrent tasks take turns."""
+        """Return the connection for one use. Concurrent tasks take turns."""
         self._guard.enter()
         async with self._turn:
             try:
@@ -189,24 +192,24 @@ class BaseLoopConnection(ABC):
                     await self.close()
 
     def _failed(self, error: Exception) -> Exception | None:
-        """Drop the connection if it may be the cause; an error to raise instead of the driver's error, or ``None``.
+        """Drop the connection if it may be the cause, for example because its server was a standby when it was opened.
 
-        A connection can be the cause: for example, a connection that was opened while its server was a standby.
+        Returns an error to raise instead of the driver's error, or ``None``.
         """
         self._failures += 1
-        if is_last := self._failures >= MOST_FAILURES:
+        if is_last := self._failures >= MAX_FAILURES:
             self._failures = 0
-        if isinstance(error, OnlyReads):
-            return self._troubles.does_not_write(error, gives_up=is_last)
+        if isinstance(error, ServerIsReadOnly):
+            return self._observer.not_writable(error, is_final=is_last)
         connection = self.current
         if connection is None:
             return None
         if isinstance(error, TimeoutError):
             self.drop(connection)
-            self._troubles.unanswered()
+            self._observer.unanswered()
         elif self.is_read_only(error):
             self.drop(connection)
-            return self._troubles.does_not_write(error, gives_up=True)
+            return self._observer.not_writable(error, is_final=True)
         elif is_last:
             self.drop(connection)
         return None
@@ -227,20 +230,20 @@ class BaseLoopConnection(ABC):
                 await self._release(connection)
                 raise
             self._connection = connection
-            self._troubles.opened()
+            self._observer.opened()
         return self._connection
 
-    async def _give_back(self, connection: Any) -> None:
+    async def _restore_and_release(self, connection: Any) -> None:
         try:
             if self.is_closed(connection):
-                self.drop(connection)  # otherwise a pool of asyncpg counts the connection as in use for ever
+                self.drop(connection)  # otherwise an asyncpg pool would count it as in use forever
             else:
                 await self.restore(connection)
         except Exception as error:
-            logger.debug("a connection is dropped, for it cannot be given back: %s", error)
+            logger.debug("closing a connection that could not be reset: %s", error)
             if not self.is_closed(connection):
                 self.drop(connection)
         try:
             await self._release(connection)
         except Exception as error:
-            logger.debug("a connection ended while it was given back: %s", error)
+            logger.debug("connection lost while returning it to the pool: %s", error)

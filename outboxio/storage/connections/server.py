@@ -1,7 +1,7 @@
 """The connections of a shard to a database server: the part that all dialects with a server share.
 
-A shard has a pool for the actions, one loop connection for each loop, and a watch over the open connections. A dialect
-adds how the driver opens a connection.
+A shard has a pool for actions, one loop connection for each loop, and a watch over the open connections. Each dialect
+adds how its driver opens a connection.
 """
 
 from __future__ import annotations
@@ -16,44 +16,44 @@ from outboxio.errors import DatabaseUnavailable, PooledConnection, PoolTooSmall
 from outboxio.loops.owner import EventLoopGuard
 from outboxio.storage.connections.checkout import CheckedOut
 from outboxio.storage.connections.driver import Limits, ServerCalls
-from outboxio.storage.connections.health import Connections
-from outboxio.storage.connections.identity import Identity, Kin, OwnDatabase
-from outboxio.storage.connections.loop_connection import BaseLoopConnection, LoopSource, Troubles
-from outboxio.storage.connections.pool import LARGEST_POOL, GiveBack, GivenPool, Pool, PoolAccess
-from outboxio.storage.connections.threaded_lock import ThreadedLock, TroublesOfThread
+from outboxio.storage.connections.health import ServerConnections
+from outboxio.storage.connections.identity import DatabaseVerifier, Identity, Kin
+from outboxio.storage.connections.loop_connection import BaseLoopConnection, ConnectionObserver, LoopSource
+from outboxio.storage.connections.pool import MAX_POOL_SIZE, GiveBack, Pool, PoolAccess, UserPool
+from outboxio.storage.connections.threaded_lock import ThreadedLock, ThreadObserver
 from outboxio.storage.connections.watch import Sessions, Watch
-from outboxio.storage.engines.given_engine import GivenEngine
+from outboxio.storage.engines.user_engine import UserEngine
 from outboxio.storage.protocols import ClusterLock, KeySession
-from outboxio.support.aio import to_the_end
+from outboxio.support.aio import run_to_completion
 from outboxio.support.text import UTF_8, TextEncoding
 
 Loop = TypeVar("Loop", bound=BaseLoopConnection)
 
 
 class ServerDatabase(ABC, Generic[Loop]):
-    """The pool, the loop connections and the watches of a shard: made together, closed together."""
+    """Creates and closes the pool, the loop connections and the watches of a shard."""
 
     has_one_writer = False
     _connect_errors: tuple[type[Exception], ...]
-    """The errors of a driver that cannot connect."""
+    """The errors that a driver raises if it cannot connect."""
     _size_option: str
-    """The option of the driver's pool for the largest number of connections."""
+    """The option of the driver's pool for the maximum number of connections."""
     _make_session: Callable[[Any], Any]
-    """The session on a connection."""
+    """Creates the session on a connection."""
     _restore: GiveBack | None = None
-    """Gives a connection back after an action that may have changed its session."""
+    """Releases a connection after an action that may have changed its session settings."""
 
     def __init__(
         self,
         name: str,
-        source: str | GivenEngine | Any,
+        source: str | UserEngine | Any,
         direct_url: str | None,
         driver: ServerCalls,
         *,
         guard: EventLoopGuard | None,
         limits: Limits,
     ) -> None:
-        """``source``: a URL, an engine of SQLAlchemy, or a pool that the application made.
+        """``source``: a URL, or a user-supplied engine or pool.
 
         ``direct_url``: the URL of the loops, if ``source`` leads through a proxy that shares server sessions.
         """
@@ -62,96 +62,96 @@ class ServerDatabase(ABC, Generic[Loop]):
         self._limits = limits
         self._driver = driver
         self._url = source if isinstance(source, str) else None
-        self._engine = source if isinstance(source, GivenEngine) else None
+        self._engine = source if isinstance(source, UserEngine) else None
         self._direct_url = direct_url or self._url
         self._behind_proxy = direct_url is not None
-        self._pool: Any = None if isinstance(source, str | GivenEngine) else source
-        self._given: GivenPool | None = None
+        self._pool: Any = None if isinstance(source, str | UserEngine) else source
+        self._user_pool: UserPool | None = None
         if self._pool is not None:
             access = self._access_to(self._pool)
-            self._given = GivenPool(self._pool, access, guard=self._guard, shard=name, timeout=limits.pool_timeout)
-        place = self._where(self._url)
-        self._ours = Pool(
-            self._connect_for_actions, driver, guard=self._guard, shard=name, where=place, timeout=limits.pool_timeout
+            self._user_pool = UserPool(self._pool, access, guard=self._guard, shard=name, timeout=limits.pool_timeout)
+        address = self._where(self._url)
+        self._action_pool = Pool(
+            self._connect_for_actions, driver, guard=self._guard, shard=name, where=address, timeout=limits.pool_timeout
         )
-        self._connections = Connections(name, place, self._ours, driver.drop)
-        self._own = OwnDatabase(name, self._own_identity)
+        self._connections = ServerConnections(name, address, self._action_pool, driver.drop)
+        self._verifier = DatabaseVerifier(name, self._read_identity)
         used, used_by_loops = self._connections.of_actions, self._connections.of_loops
         self._watch = self._watch_over(self._url, used if self._behind_proxy else self._connections.all)
         self._loop_watch = self._watch_over(direct_url, used_by_loops) if self._behind_proxy else self._watch
-        # Rare statements keep no connection of a given pool from the application, and may run on a standby.
-        self._admin = self._loop_connection(keeps=self._given is None, writes=False)
+        # Rare statements do not hold a connection of a user-supplied pool, and may run on a standby.
+        self._admin = self._loop_connection(keeps=self._user_pool is None, writes=False)
         self._fanout, self._find, self._settle = (self._loop_connection() for _ in range(3))
-        self._jobs = self._loop_connection(keeps=self._given is None)
+        self._jobs = self._loop_connection(keeps=self._user_pool is None)
 
     async def release_loops(self) -> None:
-        """Give back the connections of the loops."""
+        """Release the connections of the loops."""
         loops = (self._fanout, self._find, self._settle, self._admin, self._jobs)
-        await to_the_end(together(loop.close() for loop in loops))
+        await run_to_completion(together(loop.close() for loop in loops))
 
     async def close(self) -> None:
         """Close the watches, the connections of the loops, and the pool."""
         await self._connections.close_watches()
         await self.release_loops()
-        await self._ours.close()
+        await self._action_pool.close()
 
     # --- what a dialect adds -------------------------------------------------------------------
 
     @staticmethod
     @abstractmethod
-    def _place_of(url: str | None) -> str:
-        """The address for errors and logs, without a password; ``None`` is the given pool."""
+    def _address_of(url: str | None) -> str:
+        """Return the address for errors and logs, without a password; ``None`` is the user-supplied pool."""
 
     @abstractmethod
     def _access_to(self, pool: Any) -> PoolAccess:
-        """Access to a pool that the application made."""
+        """Return the functions of a user-supplied pool."""
 
     @abstractmethod
     async def _check_out(self) -> tuple[Any, GiveBack]:
-        """A connection for an action, and the function that gives it back."""
+        """Return a connection for an action, and the function that releases it."""
 
     @abstractmethod
     def _session_of_unit(self, unit: Any) -> Any:
-        """The session on a connection of a given engine."""
+        """Return the session on a connection of a user-supplied engine."""
 
     @abstractmethod
     async def _explain(self, session: Any, error: BaseException) -> Exception | None:
-        """The error to raise in place of the error that ended a transaction, if outboxio knows a clearer error."""
+        """Return a clearer error to raise instead of the error that ended a transaction, or ``None``."""
 
     @abstractmethod
     async def _connect(self) -> Any:
-        """A connection for a loop: a new connection if a URL is known, otherwise a connection of the given pool."""
+        """Return a connection for a loop: a new one if there is a URL, otherwise one of the user-supplied pool."""
 
     @abstractmethod
     async def _connect_for_actions(self) -> Any:
-        """Open a connection for the pool of the actions."""
+        """Open a connection for the pool of actions."""
 
     @abstractmethod
-    async def _connect_to_ask(self, url: str) -> Any:
-        """Open a connection on which the watch asks the server once."""
+    async def _connect_for_watch(self, url: str) -> Any:
+        """Open a connection for a single query of the watch."""
 
     @abstractmethod
     async def _identity_of(self, connection: Any) -> Identity:
-        """The identity of the database behind a connection."""
+        """Return the identity of the database behind a connection."""
 
     @abstractmethod
     async def _session_number(self, connection: Any, *, in_transaction: bool = False) -> int:
-        """The number of the server session of a connection, read within a transaction or outside."""
+        """Return the id of the server session of a connection, read in a transaction or in autocommit mode."""
 
     @abstractmethod
     def _make_loop(self, source: LoopSource, *, keeps: bool, writes: bool) -> Loop:
-        """A loop connection."""
+        """Create a loop connection."""
 
     @abstractmethod
     def _lock_on(self, session: Loop, owner: str, channel: str | None, heartbeat: float) -> ClusterLock:
-        """The cluster lock on a session of its own."""
+        """Create the cluster lock on a dedicated session."""
 
     @abstractmethod
     def _keys_on(self, session: Loop, owner: str, heartbeat: float) -> KeySession:
-        """The keyed locks on a session of their own."""
+        """Create the keyed locks on a dedicated session."""
 
     def _answer_time(self, url: str) -> float:
-        """The seconds in which a server answers the watch on a new connection, or counts as silent."""
+        """Return the time limit of a query of the watch on a new connection, in seconds."""
         return self._limits.connect_timeout
 
     # --- the same for every dialect ------------------------------------------------------------
@@ -166,7 +166,8 @@ class ServerDatabase(ABC, Generic[Loop]):
     def cluster_lock(
         self, owner: str, channel: str | None, heartbeat: float, longest_block: float = 60.0
     ) -> ClusterLock:
-        in_thread = self._opens_for_loops  # the connections of a given pool belong to the application's event loop
+        # Connections of a user-supplied pool belong to your application's event loop.
+        in_thread = self._opens_for_loops
         session = self._dedicated(in_thread=in_thread)
         lock = self._lock_on(session, owner, channel, heartbeat)
         threaded = ThreadedLock(lock, session, heartbeat, longest_block) if in_thread else None
@@ -175,7 +176,7 @@ class ServerDatabase(ABC, Generic[Loop]):
         return threaded or lock
 
     def _locks_are_on(self, session: Loop, threaded: ThreadedLock | None) -> None:
-        """Take note of the session with the cluster locks."""
+        """Called with the session that holds the cluster locks."""
 
     def key_session(self, owner: str, heartbeat: float) -> KeySession:
         session = self._dedicated()
@@ -183,7 +184,7 @@ class ServerDatabase(ABC, Generic[Loop]):
         return self._keys_on(session, owner, heartbeat)
 
     async def refuse_shared_sessions(self) -> None:
-        """Compare the sessions of two open connections: they are equal only behind a proxy that shares sessions."""
+        """Compare the server sessions of two open connections, which only a proxy can share."""
         opened = [await self._connect()]
         try:
             number = await self._session_number(opened[0])
@@ -191,22 +192,22 @@ class ServerDatabase(ABC, Generic[Loop]):
             if await self._session_number(opened[1], in_transaction=True) == number:
                 raise PooledConnection(self.name)
         finally:
-            await to_the_end(together(map(self._release, opened)))
+            await run_to_completion(together(map(self._release, opened)))
 
-    def require_room(self, loops: int) -> None:
-        if self._given is not None and not self._opens_for_loops and (size := self._given.size):
+    def require_capacity(self, loops: int) -> None:
+        if self._user_pool is not None and not self._opens_for_loops and (size := self._user_pool.size):
             needed = loops + 1
             if size < needed:
                 raise PoolTooSmall(self.name, size, needed, self._size_option)
 
-    async def _own_identity(self) -> tuple[Identity, Kin | None]:
-        """The identity of the shard's database, read over a new connection."""
+    async def _read_identity(self) -> tuple[Identity, Kin | None]:
+        """Read the identity of the shard's database over a new connection."""
         connection = await self._connect()
         try:
             identity = await self._identity_of(connection)
             return identity, await identity.kin()
         finally:
-            await to_the_end(self._release(connection))
+            await run_to_completion(self._release(connection))
 
     async def _reaching(self, url: str | None, connect: Callable[[], Any]) -> Any:
         try:
@@ -219,21 +220,21 @@ class ServerDatabase(ABC, Generic[Loop]):
         return str(error) or type(error).__name__
 
     def _where(self, url: str | None) -> str:
-        return self._engine.place if url is None and self._engine is not None else self._place_of(url)
+        return self._engine.address if url is None and self._engine is not None else self._address_of(url)
 
     @property
     def _opens_for_loops(self) -> bool:
-        """True if loops open connections of their own, and take no connection out of a given pool."""
+        """True if loops open new connections, instead of using those of a user-supplied pool."""
         return self._direct_url is not None or self._engine is not None
 
     @property
     def pool_size(self) -> int:
         if self._engine is not None:
             return self._engine.size
-        return LARGEST_POOL if self._given is None else self._given.size
+        return MAX_POOL_SIZE if self._user_pool is None else self._user_pool.size
 
     async def check_connections(self) -> None:
-        """Accept the connections, unless a dialect depends on what the application has installed in them."""
+        """Accept all connections. A dialect may check what your application has installed in them."""
 
     @property
     def encoding(self) -> TextEncoding:
@@ -241,34 +242,34 @@ class ServerDatabase(ABC, Generic[Loop]):
 
     @property
     def handler_transactions(self) -> int:
-        return max(1, (self.pool_size or LARGEST_POOL) // 2)
+        return max(1, (self.pool_size or MAX_POOL_SIZE) // 2)
 
-    def most_key_sessions(self, wanted: int) -> int:
-        """``wanted``, and at most a quarter of a given pool: the rest is for actions and loops."""
-        if self._opens_for_loops or self._given is None or not (size := self._given.size):
-            return wanted
-        return max(1, min(wanted, size // 4))
+    def max_key_sessions(self, configured: int) -> int:
+        """Return ``configured``, but at most a quarter of a user-supplied pool, which actions and loops use too."""
+        if self._opens_for_loops or self._user_pool is None or not (size := self._user_pool.size):
+            return configured
+        return max(1, min(configured, size // 4))
 
     @property
     def connections_in_use(self) -> int:
         if self._engine is not None:
             return self._engine.in_use
-        return len(self._ours.used) if self._given is None else self._given.in_use
+        return len(self._action_pool.used) if self._user_pool is None else self._user_pool.in_use
 
     async def _release(self, connection: Any) -> None:
-        """Give back a loop's connection: to the given pool, or to the server."""
-        if self._given is not None and not self._opens_for_loops:
-            await self._given.release(connection)
+        """Return a loop's connection to the user-supplied pool, or close it."""
+        if self._user_pool is not None and not self._opens_for_loops:
+            await self._user_pool.release(connection)
         else:
-            await self._driver.hang_up(connection)
+            await self._driver.close(connection)
 
     def _dedicated(self, *, keeps: bool = True, writes: bool = True, in_thread: bool = False) -> Loop:
-        """A loop connection. ``in_thread``: for the event loop of a thread."""
+        """Create a loop connection. ``in_thread``: for the event loop of a thread."""
         guard: EventLoopGuard = self._guard
-        troubles: Troubles = self._connections
+        observer: ConnectionObserver = self._connections
         if in_thread:
-            guard, troubles = EventLoopGuard.of_shard(self.name), TroublesOfThread(self._connections, self._guard)
-        source = LoopSource(self._connect, self._release, troubles, guard)
+            guard, observer = EventLoopGuard.of_shard(self.name), ThreadObserver(self._connections, self._guard)
+        source = LoopSource(self._connect, self._release, observer, guard)
         return self._make_loop(source, keeps=keeps, writes=writes)
 
     def _loop_connection(self, *, keeps: bool = True, writes: bool = True) -> Loop:
@@ -277,32 +278,32 @@ class ServerDatabase(ABC, Generic[Loop]):
         return connection
 
     def _watch_over(self, url: str | None, used: Callable[[], Iterable[Any]]) -> Watch | None:
-        """A watch over connections to a URL; ``None`` for a given pool, because only the application can connect."""
+        """Create a watch over connections to a URL; ``None`` for a user-supplied pool, for lack of a URL."""
         if url is None:
             return None
         watch = Watch(
             f"shard {self.name} at {self._where(url)}",
             used=used,
             waits_for=self._driver.waits_for,
-            ask=partial(self._ask, url),
-            answered_within=self._answer_time(url),
-            end=self._connections.give_up,
+            query=partial(self._query_sessions, url),
+            query_timeout=self._answer_time(url),
+            end=self._connections.drop_unresponsive,
         )
         self._connections.watches.append(watch)
         return watch
 
-    async def _ask(self, url: str, numbers: Sequence[int]) -> Sessions | None:
-        """Ask the server, over a new connection, for the state of sessions."""
-        connection = await self._connect_to_ask(url)
+    async def _query_sessions(self, url: str, numbers: Sequence[int]) -> Sessions | None:
+        """Read the state of server sessions over a new connection."""
+        connection = await self._connect_for_watch(url)
         try:
             sessions = await self._driver.sessions_of(connection, numbers)
         except BaseException:
             self._driver.drop(connection)
             raise
-        await self._driver.hang_up(connection)
+        await self._driver.close(connection)
         return sessions
 
 
 async def together(awaitables: Iterable[Awaitable[None]]) -> None:
-    """Await all at once."""
+    """Await all concurrently."""
     await asyncio.gather(*awaitables)

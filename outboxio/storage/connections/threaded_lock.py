@@ -1,10 +1,10 @@
-"""A cluster lock whose session lives in a thread, so that a blocked event loop does not lose the lock.
+"""A cluster lock whose session runs in a thread, so that a blocked event loop does not lose the lock.
 
-The session, LISTEN and the heartbeat run on the event loop of a thread (``loops/owner.py``). The application's
-event loop sends the lock's work to the thread, and can read the last proof at any time, also right after a block. The
-thread sends heartbeats only while the application's event loop runs, or has stood still for at most the longest run of
-a handler, because a process that never continues must not keep its locks. After that time the server ends the silent
-session, and a standby takes over.
+The session, LISTEN and the heartbeat run on the event loop of a thread (``loops/owner.py``). Your application's event
+loop sends the work of the lock to the thread, and can read the last proof at any time, even right after it was blocked.
+The thread sends heartbeats only while your application's event loop runs, or has been blocked for at most
+``longest_block`` seconds, because a process that never continues must not keep its locks. After that time the server
+ends the inactive session, and a standby takes over.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
+from outboxio.loops.blocked_loop import LoopWatch
 from outboxio.loops.owner import Background, EventLoopGuard, call_soon
-from outboxio.loops.standstill import LoopWatch
 from outboxio.model.lock_name import LockName
 from outboxio.storage.connections.driver import Proof
-from outboxio.storage.connections.health import Connections
+from outboxio.storage.connections.health import ServerConnections
 from outboxio.storage.connections.loop_connection import BaseLoopConnection
 from outboxio.storage.protocols import LONGEST_SILENCE, SHARE_OF_HEARTBEAT, ClusterLock, LockGrant
 from outboxio.support import machine
@@ -28,16 +28,16 @@ logger = log_of(__name__)
 
 T = TypeVar("T")
 
-LONGEST_LOOK = 1.0  # seconds between two checks if an event loop that stood still for too long runs again
+MAX_CHECK_INTERVAL = 1.0  # seconds between two checks whether an event loop that was blocked for too long runs again
 
 
 class ThreadedLock:
-    """Runs a dialect's cluster lock in the thread. Methods that end with ``_there`` are called in the thread."""
+    """Runs the cluster lock of a dialect in the thread. Methods named ``..._there`` are called in the thread."""
 
     def __init__(self, inner: ClusterLock, session: BaseLoopConnection, heartbeat: float, longest_block: float) -> None:
         """``session``: the session of ``inner``.
 
-        ``longest_block``: the seconds for which the application's event loop may stand still without losing the locks.
+        ``longest_block``: for how many seconds your application's event loop may be blocked without losing the locks.
         """
         self.proof: Proof | None = None
         self._inner = inner
@@ -45,7 +45,7 @@ class ThreadedLock:
         self._heartbeat = heartbeat
         self._longest_block = longest_block
         self._lost: Callable[[], None] = _nothing
-        self._heard: Callable[[str], None] = _ignored
+        self._on_wake: Callable[[str], None] = _ignored
         self._watch: LoopWatch | None = None
         self._failure: Exception | None = None
         self._thread: Background | None = None
@@ -66,9 +66,9 @@ class ThreadedLock:
         if names and self._watch is not None:
             await self._guarded(partial(self._inner.release, names))
 
-    async def listen(self, heard: Callable[[str], None]) -> None:
-        """Open the session if needed. Raises the error of the thread's last heartbeat, if that heartbeat failed."""
-        self._heard = heard
+    async def listen(self, on_wake: Callable[[str], None]) -> None:
+        """Open the session if needed. Raises the error of the last heartbeat in the thread, if it failed."""
+        self._on_wake = on_wake
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
@@ -79,7 +79,7 @@ class ThreadedLock:
         self._lost = callback
 
     async def close(self) -> None:
-        self._lost, self._heard = _nothing, _ignored
+        self._lost, self._on_wake = _nothing, _ignored
         watch, self._watch = self._watch, None
         if watch is None:
             return
@@ -96,18 +96,18 @@ class ThreadedLock:
 
     @property
     def is_open(self) -> bool:
-        """True if a proof exists, and no end of the session was reported since."""
+        """True if there is a proof, and the session has not ended since."""
         watch = self._watch
         return self.proof is not None and watch is not None and not watch.has_ended and watch.thread.is_alive
 
     async def in_thread(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Run ``work`` in the thread of the session. A failure says nothing about the locks."""
+        """Run ``work`` in the thread of the session. The locks are kept even if it fails."""
         if self._watch is None:
             raise ConnectionResetError("the session that holds the cluster locks is closed")
         return await self._watch.thread.run(work)
 
     def terminate(self) -> None:
-        """Drop the session: the locks are lost, and a standby may take them."""
+        """Drop the session and its locks, so that a standby can take over."""
         if (watch := self._watch) is not None:
             watch.thread.soon(self._session.terminate)
 
@@ -117,8 +117,7 @@ class ThreadedLock:
         try:
             return await watch.thread.run(partial(self._guarded_there, work))
         except asyncio.CancelledError:
-            # The work may have taken a lock that the lock manager does not know, and that the thread would keep for
-            # ever.
+            # The work may have acquired a lock that the lock manager has not recorded and would never release.
             if self._watch is watch:  # otherwise close() is under way
                 self._watch = None
                 self._end_later(watch)
@@ -128,19 +127,19 @@ class ThreadedLock:
         watch = self._watch
         if watch is None or watch.has_ended or not watch.thread.is_alive:
             watch = self._watch = LoopWatch.enlist()
-            watch.at_farewell(self._end_there)
+            watch.on_loop_closed(self._end_there)
             if self._thread is not watch.thread:
                 self._thread, self._turn = watch.thread, asyncio.Lock()
                 self.proof = self._beating = None
         return watch
 
     def _end_later(self, watch: LoopWatch) -> None:
-        """Let the thread end the session, without waiting."""
-        if not watch.thread.soon(self._begin_to_end_there, watch):
+        """Let the thread end the session, without waiting for it."""
+        if not watch.thread.soon(self._start_ending_there, watch):
             self._leave(watch)
 
     def _leave(self, watch: LoopWatch) -> None:
-        watch.no_farewell(self._end_there)
+        watch.remove_on_loop_closed(self._end_there)
         watch.leave()
 
     # --- in the thread -------------------------------------------------------------------------
@@ -155,7 +154,7 @@ class ThreadedLock:
 
     async def _open_there(self) -> None:
         self._inner.when_lost(self._session_over_there)
-        await self._inner.listen(self._hear_there)
+        await self._inner.listen(self._wake_there)
         if self._beating is None:
             self._beating = asyncio.get_running_loop().create_task(self._keep_beating_there())
 
@@ -165,22 +164,23 @@ class ThreadedLock:
             watch = self._watch
             if self.proof is None or watch is None:
                 continue
-            if watch.goes_on(self._longest_block):
+            if watch.is_responsive(self._longest_block):
                 await self._beat_there(self.proof)
-            elif watch.silence() >= self._longest_block:
-                watch.tell_silence()
+            elif watch.unresponsive_for() >= self._longest_block:
+                watch.report_unresponsive()
 
     def _pause(self) -> float:
         due = SHARE_OF_HEARTBEAT * self._heartbeat
         age = 0.0 if self.proof is None else machine.monotonic() - self.proof.sent_at
-        return max(due - age, min(due / 8, LONGEST_LOOK))
+        return max(due - age, min(due / 8, MAX_CHECK_INTERVAL))
 
     async def _beat_there(self, last: Proof) -> None:
         was_silent = machine.monotonic() - last.sent_at >= LONGEST_SILENCE * self._heartbeat
         try:
             await self._guarded_there(self._prove_there)
         except Exception as error:
-            # The server ends a session after so long a silence: the error says nothing about the database.
+            # After this long without heartbeats the server ends the session, so the error does not concern the
+            # database.
             self._failure = None if was_silent else error
             self._session_over_there()
 
@@ -193,21 +193,21 @@ class ThreadedLock:
             self.proof = proof
         return proof
 
-    def _hear_there(self, payload: str) -> None:
-        self._tell(self._pass_on, payload)
+    def _wake_there(self, payload: str) -> None:
+        self._notify(self._report_wake, payload)
 
     def _session_over_there(self) -> None:
         self._losses += 1
         self.proof = None
-        self._tell(self._pass_on_loss)
+        self._notify(self._report_loss)
 
-    def _begin_to_end_there(self, watch: LoopWatch) -> None:
+    def _start_ending_there(self, watch: LoopWatch) -> None:
         ending = asyncio.get_running_loop().create_task(self._end_there())
         ending.add_done_callback(lambda _: self._ended_there(ending, watch))
 
     def _ended_there(self, ending: asyncio.Task[None], watch: LoopWatch) -> None:
         if not ending.cancelled() and (error := ending.exception()) is not None:
-            logger.debug("a session whose work was cancelled ended in disorder: %r", error)
+            logger.debug("ignoring an error while closing the session of a cancelled call: %r", error)
         self._leave(watch)
 
     async def _end_there(self) -> None:
@@ -219,35 +219,35 @@ class ThreadedLock:
             self.proof = None
             await self._inner.close()
 
-    # --- on the application's event loop -------------------------------------------------------
+    # --- on your application's event loop ------------------------------------------------------
 
-    def _tell(self, callback: Callable[..., None], *args: Any) -> None:
+    def _notify(self, callback: Callable[..., None], *args: Any) -> None:
         if (watch := self._watch) is not None:
-            call_soon(watch.home, callback, *args)
+            call_soon(watch.event_loop, callback, *args)
 
-    def _pass_on(self, payload: str) -> None:
-        self._heard(payload)
+    def _report_wake(self, payload: str) -> None:
+        self._on_wake(payload)
 
-    def _pass_on_loss(self) -> None:
+    def _report_loss(self) -> None:
         self._lost()
 
 
-class TroublesOfThread:
-    """Reports the failures of a session in a thread to the shard's connections, in the application's event loop."""
+class ThreadObserver:
+    """Reports failures of a session in a thread to the shard's connections, on your application's event loop."""
 
-    def __init__(self, connections: Connections, home: EventLoopGuard) -> None:
+    def __init__(self, connections: ServerConnections, home: EventLoopGuard) -> None:
         self._connections = connections
         self._home = home
 
     def opened(self) -> None:
-        """Nothing to watch: the thread has a heartbeat."""
+        """Do nothing: the heartbeat of the thread detects failures."""
 
     def unanswered(self) -> None:
         self._home.call_soon(self._connections.unanswered)
 
-    def does_not_write(self, error: Exception, *, gives_up: bool) -> Exception:
-        if gives_up:
-            self._home.call_soon(self._connections.give_up_all)
+    def not_writable(self, error: Exception, *, is_final: bool) -> Exception:
+        if is_final:
+            self._home.call_soon(self._connections.drop_all)
         return self._connections.explained(error)
 
 

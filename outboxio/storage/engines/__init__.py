@@ -1,1 +1,1 @@
-"""Engines of SQLAlchemy as databases: the connections of an engine, and the unit of each transaction (decision 31)."""
+"""SQLAlchemy engines as databases: the connections of an engine, and the unit of each transaction (decision 31)."""

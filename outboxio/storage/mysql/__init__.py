@@ -1,4 +1,4 @@
-"""MySQL 8.0 and later, and MariaDB 10.11 and later, over aiomysql. MariaDB is MySQL plus its differences.
+"""MySQL 8.0 and later, and MariaDB 10.11 and later, over aiomysql.
 
-Engines of the application may be over asyncmy, too.
+User-supplied engines may also use asyncmy. ``flavour.py`` has the differences between MySQL and MariaDB.
 """

@@ -1,4 +1,4 @@
-"""A MySQL or MariaDB database: the pool for the application's actions, and a connection for each loop."""
+"""A MySQL or MariaDB database: the connection pool of the actions, and the connections of the loops."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from outboxio.storage.connections.loop_connection import LoopSource
 from outboxio.storage.connections.pool import GiveBack, Occupancy, PoolAccess
 from outboxio.storage.connections.server import ServerDatabase
 from outboxio.storage.connections.watch import ServerSession, Sessions, Watch
-from outboxio.storage.engines.given_engine import GivenEngine
+from outboxio.storage.engines.user_engine import UserEngine
 from outboxio.storage.mysql import driver, errors
 from outboxio.storage.mysql.connection import (
     LoopConnection,
@@ -28,8 +28,8 @@ from outboxio.storage.mysql.connection import (
     fetch_each,
     hang_up,
     is_usable,
-    learn_to_restore,
     limit,
+    read_restore_sql,
     restore,
     waits_for,
 )
@@ -41,23 +41,23 @@ from outboxio.storage.mysql.notifications import MysqlNotifications
 from outboxio.storage.mysql.ordering import MysqlOrdering, MysqlProbes
 from outboxio.storage.mysql.port import MysqlPort
 from outboxio.storage.mysql.schema import MysqlSchema
-from outboxio.storage.mysql.session import MysqlSession, give_back
+from outboxio.storage.mysql.session import MysqlSession, release
 from outboxio.storage.mysql.url import arguments_of_engine, connect_arguments, dialect_of, url_of, where
 from outboxio.storage.tables import Tables
-from outboxio.storage.tables.walks import Bounds
-from outboxio.support.aio import heeding_cancellation, to_the_end
+from outboxio.storage.tables.scans import Bounds
+from outboxio.support.aio import propagate_cancellation, run_to_completion
 
 if TYPE_CHECKING:
     from outboxio.storage.engines.unit import Unit
 
-# --- questions to the server -----------------------------------------------------------------------
+# --- server facts ----------------------------------------------------------------------------------
 #
-# Facts about a MySQL or MariaDB server: the identity, the state of the sessions, read only or not.
+# Facts about a MySQL or MariaDB server: its identity, the state of sessions, and whether it accepts writes.
 
-WHO = "SELECT CONNECTION_ID(), @@hostname, @@port, @@server_id, @@datadir"
-SESSIONS = "SHOW PROCESSLIST"  # the sessions of our own user
-# A statement for each variable: on a session of the application, sql_select_limit leaves out rows of SHOW VARIABLES.
-WHICH = "; ".join(
+SESSION = "SELECT CONNECTION_ID(), @@hostname, @@port, @@server_id, @@datadir"
+SESSIONS = "SHOW PROCESSLIST"  # the sessions of the same user
+# A statement for each variable: on a session of your application, sql_select_limit may drop rows of SHOW VARIABLES.
+IDENTITY = "; ".join(
     f"SHOW GLOBAL VARIABLES WHERE Variable_name = '{name}'"
     for name in (
         "hostname", "port", "datadir", "server_uuid", "group_replication_group_name", "wsrep_on", "wsrep_cluster_name",
@@ -70,38 +70,38 @@ SHOW GLOBAL VARIABLES WHERE Value NOT IN ('OFF', '0') AND Variable_name IN
 
 
 async def session_of(connection: Any) -> ServerSession | None:
-    """The session of a connection; ``None`` behind a proxy that shares sessions, where the session may change."""
-    ((number, *server),) = await fetch(connection, WHO)
+    """Return the server session of a connection; ``None`` behind a proxy that shares sessions."""
+    ((number, *server),) = await fetch(connection, SESSION)
     return ServerSession(tuple(server), number) if number == connection.thread_id() else None
 
 
 async def sessions_of(connection: Any, numbers: Iterable[int]) -> Sessions | None:
-    """The state of sessions; ``None`` behind a proxy that shares sessions, where the numbers mean no connection."""
+    """Return the state of server sessions; ``None`` behind a proxy that shares sessions, where ids are meaningless."""
     own = await session_of(connection)
     # Columns: number, user, host, database, command, seconds since the command began.
     rows = await fetch(connection, SESSIONS)
-    told = {row[0]: float(row[5] or 0) if row[4] == "Sleep" else None for row in rows}
-    if own is None or own.number not in told:
+    idle = {row[0]: float(row[5] or 0) if row[4] == "Sleep" else None for row in rows}
+    if own is None or own.number not in idle:
         return None
-    return Sessions(own.server, {number: told[number] for number in numbers if number in told})
+    return Sessions(own.server, {number: idle[number] for number in numbers if number in idle})
 
 
 async def identity_of(connection: Any) -> Identity:
-    """The identity of the server, which has a single eventlog, or of the cluster, whose servers share an eventlog."""
-    found = {name: value for rows in await fetch_each(connection, WHICH) for name, value in rows}
+    """Return the identity of the server, or of the cluster if several servers share the database eventlog."""
+    found = {name: value for rows in await fetch_each(connection, IDENTITY) for name, value in rows}
     cluster = found.get("group_replication_group_name")
     if not cluster and found.get("wsrep_on") == "ON":
         cluster = found.get("wsrep_cluster_name")
-    place = f"the server {found['hostname']}:{found['port']}"
+    server = f"the server {found['hostname']}:{found['port']}"
     if cluster:
-        return Identity(cluster, f"the cluster {cluster!r}, {place}")
-    return Identity(found.get("server_uuid") or tuple(sorted(found.items())), place)
+        return Identity(cluster, f"the cluster {cluster!r}, {server}")
+    return Identity(found.get("server_uuid") or tuple(sorted(found.items())), server)
 
 
-async def does_not_write(connection: Any, error: Exception) -> bool:
-    """True if the server refused a statement because the server is read only.
+async def is_read_only_server(connection: Any, error: Exception) -> bool:
+    """True if the server rejected a statement because the server is read-only.
 
-    The same numbers stand for unrelated options of the server, and for a READ ONLY transaction of the application.
+    The same error numbers stand for unrelated server options, and for a READ ONLY transaction of your application.
     """
     if not errors.is_read_only(error) or is_closed(connection):
         return False
@@ -119,14 +119,14 @@ class MysqlDatabase(ServerDatabase[LoopConnection], Tables):
     stores_nul = True
     sends_text = False
     wakes_across_processes = False
-    _place_of = staticmethod(where)
+    _address_of = staticmethod(where)
     _connect_errors = (OSError, OverflowError, RuntimeError, driver.MySQLError)
     _size_option = "maxsize"
 
     def __init__(
         self,
         name: str,
-        source: str | GivenEngine | Any,
+        source: str | UserEngine | Any,
         direct_url: str | None = None,
         *,
         guard: EventLoopGuard | None = None,
@@ -136,60 +136,61 @@ class MysqlDatabase(ServerDatabase[LoopConnection], Tables):
         self._arguments = {url: connect_arguments(name, url) for url in urls}
         """The arguments of the driver's ``connect``, by URL."""
         self._loops_of_engine: str | None = None
-        """The key of the arguments that come from an engine whose driver is not that of the loops."""
-        if isinstance(source, GivenEngine) and source.driver != driver.NAME and direct_url is None:
+        """The key of the arguments that come from an engine with a driver that loops do not use."""
+        if isinstance(source, UserEngine) and source.driver != driver.NAME and direct_url is None:
             arguments = arguments_of_engine(source, source.connect_options())
             direct_url = self._loops_of_engine = url_of(source.dialect, arguments)
             self._arguments[direct_url] = arguments
-        flavour = MYSQL  # until the server of a given pool has greeted
-        if isinstance(source, str | GivenEngine):
-            flavour = FLAVOURS[source.dialect if isinstance(source, GivenEngine) else dialect_of(source)]
-        self._server = Server(flavour, limits, self._give_up)
+        flavour = MYSQL  # until the first connection of a user-supplied pool shows the product
+        if isinstance(source, str | UserEngine):
+            flavour = FLAVOURS[source.dialect if isinstance(source, UserEngine) else dialect_of(source)]
+        self._server = Server(flavour, limits, self._on_timeout)
         self._make_session = partial(MysqlSession, server=self._server)
         super().__init__(name, source, direct_url, CALLS, guard=guard, limits=limits)
-        self._restore = None if self._given else self._restore_and_give_back
+        self._restore = None if self._user_pool else self._restore_and_release
         self.events = MysqlFanout(self._fanout, self._admin, self._server)
         self.notifications = MysqlNotifications(self._find, self._settle, self._server)
         self.ordering = MysqlOrdering(self._find, self._server)
         loops = (self._admin, self._find, self._settle, self._jobs)
-        bounds = Bounds(rows=1000, errors=500, foreign=30_000, blocked_alone=True)
+        bounds = Bounds(rows=1000, errors=500, skipped=30_000, blocked_alone=True)
         Tables.__init__(self, name, bounds, *(MysqlPort(one, self._server) for one in loops))
         self.probes = MysqlProbes(MysqlPort(self._admin, self._server), self._admin)
         self.schema = MysqlSchema(self._admin, self._server, name)
-        self._guard.when_taken_over(self._server.begin_anew)
+        self._guard.when_taken_over(self._server.reset)
 
     @property
     def dialect(self) -> str:
-        """The dialect of the URL, and after the first connection the dialect of the server."""
+        """The dialect of the URL; after the first connection, that of the server."""
         return self._server.flavour.name
 
     def check_numbers(self, document: bytes, subject: str) -> bytes:
-        """The check of MySQL; JSON is text on MariaDB, which keeps all numbers."""
+        """Check the numbers for MySQL. MariaDB stores JSON as text, which keeps all numbers."""
         return document if self._server.flavour is MARIADB else kept_by_double(document, subject)
 
     def wrap(self, connection: Any) -> MysqlSession | None:
         if not driver.is_connection(connection):
             return None
-        refuse_charset(self.name, connection)
-        return MysqlSession(connection, self._server, is_given=True)
+        require_utf8mb4(self.name, connection)
+        return MysqlSession(connection, self._server, is_callers=True)
 
-    async def require_own(self, connection: Any) -> None:
-        # The given pool may have no further connection for the question.
-        ours = self._ours.used if self._pool is None else getattr(self._pool, "_used", ())
+    async def require_same_database(self, connection: Any) -> None:
+        # Connections of the user-supplied pool are accepted without a check: the pool may have no second connection to
+        # compare with.
+        ours = self._action_pool.used if self._pool is None else getattr(self._pool, "_used", ())
         if connection not in ours:
-            await self._own.require(connection, lambda: identity_of(connection))
+            await self._verifier.require(connection, lambda: identity_of(connection))
 
     async def _identity_of(self, connection: Any) -> Identity:
-        # A proxy may send a read outside of a transaction to a second server.
+        # A proxy may send a read outside of a transaction to a different server.
         await execute(connection, "START TRANSACTION")
         identity = await identity_of(connection)
         await execute(connection, "ROLLBACK")
         return identity
 
     def _lock_on(self, session: LoopConnection, owner: str, channel: str | None, heartbeat: float) -> MysqlClusterLock:
-        # A settlement that also writes events is a transaction of several statements, and so is a round of fan-out. A
-        # process that freezes within such a transaction must not keep the locks: a successor raises the lease rows of
-        # the settlement, and makes the rows of the fan-out, where locked rows of ordered handlers cannot be skipped.
+        # A settlement with events is a transaction of several statements, and so is a round of fan-out. A process that
+        # freezes between two of them must not keep rows locked: the next holder increments the terms of the lease rows,
+        # and its fan-out cannot skip locked rows of ordered handlers.
         for loop in (self._settle, self._fanout):
             loop.end_silent_transactions(longest_silence(heartbeat))
         return MysqlClusterLock(session, self._server, owner, heartbeat)
@@ -198,13 +199,13 @@ class MysqlDatabase(ServerDatabase[LoopConnection], Tables):
         return MysqlKeySession(session, self._server, owner, heartbeat)
 
     async def notify(self, channel: str, payload: str) -> None:
-        """Does nothing: MySQL cannot wake processes, so that each process polls."""
+        """Do nothing: MySQL cannot wake processes, so they poll."""
 
     async def now(self) -> datetime:
-        moment: datetime = (await self._admin.fetch(NOW))[0][0]
-        return moment
+        now: datetime = (await self._admin.fetch(NOW))[0][0]
+        return now
 
-    async def lock_room(self) -> int | None:
+    async def lock_capacity(self) -> int | None:
         return None
 
     async def _session_number(self, connection: Any, *, in_transaction: bool = False) -> int:
@@ -222,27 +223,27 @@ class MysqlDatabase(ServerDatabase[LoopConnection], Tables):
         return LoopConnection(source, self._server, keeps=keeps, writes=writes)
 
     def _access_to(self, pool: Any) -> PoolAccess:
-        release = partial(give_back, pool)
+        release_one = partial(release, pool)
 
         def acquire() -> Awaitable[Any]:
-            return heeding_cancellation(pool.acquire(), release)
+            return propagate_cancellation(pool.acquire(), release_one)
 
         def occupancy() -> Occupancy:
             return Occupancy(pool.size - pool.freesize, pool.maxsize or 0)
 
-        return PoolAccess(acquire, release, lambda: pool.freesize > 0 and not pool._cond.locked(), occupancy)
+        return PoolAccess(acquire, release_one, lambda: pool.freesize > 0 and not pool._cond.locked(), occupancy)
 
     def _session_of_unit(self, unit: Unit) -> MysqlSession:
         from outboxio.storage.mysql.engine_session import UnitSession
 
-        self._greet(unit.driver)
+        self._set_up(unit.driver)
         return UnitSession(unit, self._server)
 
     async def _explain(self, session: MysqlSession, error: BaseException) -> Exception | None:
         if not isinstance(error, Exception):
             return None
         for cause in cause_chain(error) if session.unit is not None else [error]:  # SQLAlchemy wraps errors
-            if isinstance(cause, Exception) and (found := await self._explained(session.driver_connection, cause)):
+            if isinstance(cause, Exception) and (found := await self._translated(session.driver_connection, cause)):
                 session.discard()
                 return found
         return None
@@ -251,7 +252,7 @@ class MysqlDatabase(ServerDatabase[LoopConnection], Tables):
         seconds: float = self._arguments[url].get("connect_timeout", self._limits.connect_timeout)
         return seconds
 
-    async def _connect_to_ask(self, url: str) -> Any:
+    async def _connect_for_watch(self, url: str) -> Any:
         if url == self._loops_of_engine and self._engine is not None:
             from sqlalchemy.util import greenlet_spawn
 
@@ -259,119 +260,118 @@ class MysqlDatabase(ServerDatabase[LoopConnection], Tables):
             self._arguments[url] = arguments_of_engine(self._engine, options)
         return await self._open(self._arguments[url])
 
-    def _give_up(self, connection: Any) -> None:
-        self._connections.give_up(connection, f"no answer within {self._limits.statement_timeout:g} s")
+    def _on_timeout(self, connection: Any) -> None:
+        self._connections.drop_unresponsive(connection, f"no answer within {self._limits.statement_timeout:g} s")
 
-    async def _explained(self, connection: Any, error: Exception) -> Exception | None:
-        """The error to raise in place of the error that ended an action, if outboxio knows a clearer error."""
+    async def _translated(self, connection: Any, error: Exception) -> Exception | None:
+        """Return the error to raise instead of the driver's error; ``None`` to keep the driver's error."""
         if errors.is_read_only(error):
             try:
-                is_read_only = await does_not_write(connection, error)
+                is_read_only = await is_read_only_server(connection, error)
             except Exception:
-                is_read_only = True  # the server does not answer either
+                is_read_only = True  # the server does not respond either
             if is_read_only:
                 drop(connection)
-                self._ours.renew()
-                return self._connections.does_not_write(error, gives_up=False)
-        why = self._connections.why_given_up(connection)
+                self._action_pool.renew()
+                return self._connections.not_writable(error, is_final=False)
+        why = self._connections.why_dropped(connection)
         return self._connections.unavailable(why) if why is not None and errors.is_unreachable(error) else None
 
     async def _check_out(self) -> tuple[Any, GiveBack]:
-        if self._given is not None:
-            return await self._take_given(), self._given.release
-        connection = await self._reaching(self._url, self._ours.acquire)
+        if self._user_pool is not None:
+            return await self._acquire_from_user_pool(), self._user_pool.release
+        connection = await self._reaching(self._url, self._action_pool.acquire)
         if self._watch is not None:
             self._watch.begin()
-        return connection, self._ours.release
+        return connection, self._action_pool.release
 
     async def _connect_for_actions(self) -> Any:
-        # FOUND_ROWS: an UPDATE counts the rows that match, as on every other database, and not the rows that change.
+        # FOUND_ROWS: an UPDATE counts the matching rows instead of the changed rows, as in other databases.
         connection = await self._open(self._arguments[self._url or ""], client_flag=driver.FOUND_ROWS)
-        await self._get_to_know(connection, self._watch)
+        await self._register(connection, self._watch)
         try:
             async with asyncio.timeout(self._limits.connect_timeout):
-                await learn_to_restore(connection, self._server)
+                await read_restore_sql(connection, self._server)
         except BaseException:
             drop(connection)
             raise
         return connection
 
-    async def _restore_and_give_back(self, connection: Any) -> None:
+    async def _restore_and_release(self, connection: Any) -> None:
         try:
             await restore(connection)
         finally:
-            self._ours.release(connection)
+            self._action_pool.release(connection)
 
     async def _connect(self) -> Any:
-        """A connection for a loop: of our own if there is a URL, otherwise a connection of the given pool."""
+        """Return a connection for a loop: a new one if there is a URL, otherwise one of the user-supplied pool."""
         url = self._direct_url
         if url is None and self._engine is not None:
             connection = await self._reaching(None, self._engine.open)
-            return await self._greeted(connection, hang_up)
+            return await self._set_up_or_release(connection, hang_up)
         if url is None:
-            return await self._take_given()
-        connection = await self._reaching(url, lambda: self._connect_to_ask(url))
-        await self._reaching(url, lambda: self._get_to_know(connection, self._loop_watch))
+            return await self._acquire_from_user_pool()
+        connection = await self._reaching(url, lambda: self._connect_for_watch(url))
+        await self._reaching(url, lambda: self._register(connection, self._loop_watch))
         return connection
 
-    async def _take_given(self) -> Any:
-        """A connection of the given pool."""
-        assert self._given is not None
-        connection = await self._reaching(None, self._given.acquire)
-        return await self._greeted(connection, self._given.release)
+    async def _acquire_from_user_pool(self) -> Any:
+        assert self._user_pool is not None
+        connection = await self._reaching(None, self._user_pool.acquire)
+        return await self._set_up_or_release(connection, self._user_pool.release)
 
-    async def _greeted(self, connection: Any, release: Callable[[Any], Awaitable[None]]) -> Any:
+    async def _set_up_or_release(self, connection: Any, release: Callable[[Any], Awaitable[None]]) -> Any:
         try:
-            self._greet(connection)
+            self._set_up(connection)
         except BaseException:
-            await to_the_end(release(connection))
+            await run_to_completion(release(connection))
             raise
         return connection
 
-    def _greet(self, connection: Any) -> None:
-        self._server.greeted_by(connection)
-        refuse_charset(self.name, connection)
+    def _set_up(self, connection: Any) -> None:
+        self._server.detect_flavour(connection)
+        require_utf8mb4(self.name, connection)
         limit(connection, self._limits.statement_timeout)
 
     async def _open(self, arguments: Mapping[str, Any], **more: Any) -> Any:
-        told: dict[str, Any] = {
+        options: dict[str, Any] = {
             "connect_timeout": self._limits.connect_timeout,
             "autocommit": True,
             "charset": "utf8mb4",
             **arguments,
             **more,
         }
-        async with asyncio.timeout(told["connect_timeout"]):  # the driver's own timeout does not cover the greeting
-            connection = await heeding_cancellation(driver.connect(**told), hang_up)
+        async with asyncio.timeout(options["connect_timeout"]):  # the driver's own timeout does not cover the handshake
+            connection = await propagate_cancellation(driver.connect(**options), hang_up)
         configure(driver.transport(connection))
         limit(connection, self._limits.statement_timeout)
         return connection
 
-    async def _get_to_know(self, connection: Any, watch: Watch | None) -> None:
-        """Learn the product of the server, and the session of the connection."""
-        self._server.greeted_by(connection)
+    async def _register(self, connection: Any, watch: Watch | None) -> None:
+        """Detect the product of the server, and register the session for the watch."""
+        self._server.detect_flavour(connection)
         if watch is not None:
             try:
                 async with asyncio.timeout(self._limits.connect_timeout):
-                    watch.knows(connection, await session_of(connection))
+                    watch.register(connection, await session_of(connection))
             except BaseException:
                 drop(connection)
                 raise
 
     @staticmethod
     def _reason(error: Exception) -> str:
-        """The text of the driver's error, with the cause that the text leaves out: a certificate, a missing socket."""
+        """Return the text of a driver error, with the cause that it leaves out: a certificate, or a missing socket."""
         reason, cause = str(error) or type(error).__name__, error.__cause__
         return f"{reason}: {cause!r}" if cause is not None else reason
 
 
-def refuse_charset(shard: str, connection: Any) -> None:
-    """Raise :class:`ConfigurationError` unless the driver and the server exchange texts in UTF-8.
+def require_utf8mb4(shard: str, connection: Any) -> None:
+    """Raise :class:`ConfigurationError` unless the connection uses the character set utf8mb4.
 
-    Our statements are UTF-8. In any other character set the server would store, or return, other characters.
+    The statements of outboxio are UTF-8. With another character set, the server would store or return wrong characters.
     """
     if (name := driver.character_set(connection)) != "utf8mb4":
         raise ConfigurationError(
-            f"shard {shard!r}: a connection has the character set {name}, in which texts would change; open the pool, "
-            "the engine or the connection with charset='utf8mb4'"
+            f"shard {shard!r}: a connection has the character set {name}, which cannot represent all texts; open the "
+            "pool, the engine or the connection with charset='utf8mb4'"
         )

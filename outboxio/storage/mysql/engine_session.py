@@ -1,4 +1,4 @@
-"""A transaction on a connection out of an engine of SQLAlchemy, which ends the transaction."""
+"""Transactions on connections of a SQLAlchemy engine. SQLAlchemy ends them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ENDING_TIMEOUT = 10.0  # seconds for ROLLBACK
 class UnitSession(MysqlSession):
     """The transaction of a unit. SQLAlchemy sends COMMIT and ROLLBACK, so that the session's events fire."""
 
-    _last_words = ()
+    _ending = ()
 
     def __init__(self, unit: Unit, server: Server) -> None:
         super().__init__(unit.driver, server)
@@ -42,7 +42,7 @@ class UnitSession(MysqlSession):
 
     async def rollback(self) -> None:
         self._is_to_begin = False
-        # A task that the action left behind would take the answer of ROLLBACK, or lose its own answer.
+        # A task that the action did not await would read the response to ROLLBACK, or lose its own response.
         is_running = self._is_running or driver.reads(self._connection) is not None
         if is_running or driver.is_closed(self._connection):
             self.discard()
@@ -56,8 +56,8 @@ class UnitSession(MysqlSession):
 
     async def _end(self) -> None:
         driver.refuse_second_reader(self._connection)
-        self._server.unanswered.begin(self._connection, self._server.give_up)
+        self._server.statement_limit.begin(self._connection, self._server.on_timeout)
         try:
             await self._unit.commit()
         finally:
-            self._server.unanswered.end(self._connection)
+            self._server.statement_limit.end(self._connection)

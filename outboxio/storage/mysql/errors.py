@@ -1,4 +1,4 @@
-"""The meaning of the errors of MySQL and MariaDB, by number and never by text."""
+"""Classification of MySQL and MariaDB errors, by number and never by text."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ import asyncio
 from outboxio.errors import DatabaseUnavailable
 
 LOCKED = 1205
-"""A wait for a lock took too long; on MariaDB also: the statement may not wait for a lock."""
+"""A wait for a lock timed out. MariaDB also uses it for a statement that must not wait for a lock."""
 MAY_NOT_WAIT = 3572
-"""The statement may not wait for a lock (MySQL)."""
+"""The statement must not wait for a lock (MySQL)."""
 DEADLOCK = 1213
 TOO_LARGE = 1301
-"""A result of a function, such as the JSON of a row, would be longer than max_allowed_packet."""
+"""The result of a function, such as the JSON of a row, would exceed max_allowed_packet."""
 
-# A row that changed since the snapshot, a wait for a lock that took too long, a deadlock, a table that changed since
-# the snapshot. The same statements may succeed when they run again.
+# A row that changed since the snapshot, a lock wait timeout, a deadlock, a table that changed since the snapshot. The
+# same statements may succeed when they are retried.
 _TRANSIENT = {1020, LOCKED, DEADLOCK, 1412}
-# The server has rolled back the whole transaction, and not only the statement.
+# The server has rolled back the whole transaction instead of only the statement.
 _ROLLED_BACK = {1020, DEADLOCK}
 _LACKS_SCHEMA = {1049, 1054, 1146, 1176}  # no such database, column, table, index
 
 _LACKS_RIGHTS = {1044, 1142, 1143, 1227, 1370}
 
-# Besides DataError and IntegrityError of the driver: an index that is too long, a packet that is too large, JSON that
-# is malformed, too large, too deep, or refused by a check, a row that is too big, an error that a trigger raises, a
-# text that is not a date.
+# Besides the driver's DataError and IntegrityError: an index key that is too long, a packet that is too large, JSON
+# that is malformed, too large, too deeply nested, or rejected by a check, a row that is too big, an error that a
+# trigger raises, a text that is not a date.
 _REFUSES_VALUE = {1071, 1118, 1153, 1300, 1301, 1366, 1367, 1406, 1525, 1644, 3140, 3141, 3150, 3157, 3819, 4025, 4038}
 
-# The server cannot be reached, is starting up or going down, has ended the session, or is read only at present.
+# The server is unreachable, is starting up or shutting down, has closed the session, or is currently read-only.
 _READ_ONLY = {1047, 1290, 1792, 1836, 1874, 3100}
 # The numbers of _READ_ONLY that also stand for unrelated options of the server, or for a READ ONLY transaction.
 AMBIGUOUS = {1290, 1792}
@@ -37,11 +37,11 @@ _UNREACHABLE = {
     1184, 1203, 1226, 1317, 1927, 2002, 2003, 2006, 2012, 2013, 2014, 2055, 3168, 3169, 4031,
 }  # fmt: skip
 
-_MODULES = ("pymysql.err", "asyncmy.errors")  # of aiomysql, and of asyncmy in an engine of the application
+_MODULES = ("pymysql.err", "asyncmy.errors")  # of aiomysql, and of asyncmy in a user-supplied engine
 
 
 def number(error: BaseException) -> int | None:
-    """The error's number; ``None`` for errors that neither server nor driver has numbered."""
+    """Return the number of an error; ``None`` for errors without one."""
     first = error.args[0] if _is(error, "MySQLError") and error.args else None
     return first if isinstance(first, int) else None
 
@@ -58,20 +58,20 @@ def rolled_back(error: BaseException) -> bool:
 def refuses_value(error: BaseException) -> bool:
     if _is(error, "DataError", "IntegrityError") or number(error) in _REFUSES_VALUE:
         return True
-    return isinstance(error, UnicodeEncodeError)  # a lone surrogate, refused by the driver
+    return isinstance(error, UnicodeEncodeError)  # a lone surrogate, rejected by the driver
 
 
 def is_unreachable(error: BaseException) -> bool:
     if isinstance(error, DatabaseUnavailable):
         return True
     if _is(error, "MySQLError"):
-        # Without a number: the driver has lost the connection, or its place in the stream of packets.
+        # Without a number: the driver lost the connection, or is out of sync with the protocol.
         return number(error) in _UNREACHABLE or _is(error, "InterfaceError") or _is_out_of_step(error)
     return isinstance(error, OSError | TimeoutError | asyncio.IncompleteReadError)
 
 
 def is_read_only(error: BaseException) -> bool:
-    """True if the server refused to write at all, or in this transaction."""
+    """True if the server rejected a write: on a read-only server, or in a read-only transaction."""
     return number(error) in _READ_ONLY
 
 
@@ -88,5 +88,5 @@ def _is_out_of_step(error: BaseException) -> bool:
 
 
 def _is(error: BaseException, *kinds: str) -> bool:
-    """True for an error of the driver with any of these class names. The driver need not be installed."""
+    """True for a driver error with any of these class names. The driver does not need to be installed."""
     return any(kind.__name__ in kinds and kind.__module__ in _MODULES for kind in type(error).__mro__)

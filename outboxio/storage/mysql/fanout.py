@@ -1,23 +1,23 @@
-"""Fan-out on MySQL and MariaDB (decisions 1 and 9): find the waiting keys, claim events, make notifications, commit.
+"""Fan-out on MySQL and MariaDB (decisions 1 and 9): find keys with events, claim events, create notifications, commit.
 
-A round is two or three messages:
+A round takes two or three messages:
 
-1. ``FIND_WANTED``: the live subscriptions, and the keys that have undelivered events. Most rounds end here. A round
-   that guesses the keys (``claim_plan.py``) leaves this message out.
-2. BEGIN, ``CLAIM`` and ``SUBSCRIPTIONS``: some events of each key, and the subscriptions, read after the claim: a
-   handler that was announced before an event was committed gets the event.
-3. Make the notifications, read the rows for the handoff (``new_notifications.py``), mark the events, COMMIT.
+1. ``FIND_UNDELIVERED_KEYS``: the live subscriptions, and the keys that have undelivered events. Most rounds end here. A
+   round that guesses the keys (``claim_plan.py``) skips this message.
+2. BEGIN, ``CLAIM`` and ``SUBSCRIPTIONS``: some events of each key, and the subscriptions. These are read after the
+   claim, so a handler that was announced before an event was committed gets the event.
+3. Create the notifications, read the rows for the handoff (``new_notifications.py``), mark the events, COMMIT.
 
-Locks. A claim never waits for the transaction of an application:
+Locks. A claim never waits for a transaction of your application:
 
-* The plain claim reads without locks. MariaDB is told to fail at once where the UPDATE that marks the events meets a
-  lock (``unwaiting``); after such a failure, claims skip locked events for 60 s. To lock the newest entries of an
-  index, among which producers insert, takes several times as long as to read the entries.
-* MySQL waits for a lock at least 1 s. So claims on MySQL always skip locked events (SKIP LOCKED).
-* Keys that ordered handlers want are never locked. With SKIP LOCKED each branch sees the rows committed by the time the
-  branch runs: of two events of an ordering key, an earlier branch could miss the first, and a later branch see the
-  second. Without locks, a statement is a single view of all keys. An event that is found by a key without order, and
-  also belongs to an ordered key, is marked with a minus, and left to the ordered key.
+* A plain claim reads without locks. On MariaDB, the UPDATE that marks the events fails immediately if a row is locked
+  (``unwaiting``); after such a failure, claims skip locked events for 60 s. Locking the newest entries of an index,
+  between which producers insert, takes several times as long as reading them.
+* MySQL waits for a lock for at least 1 s. So claims on MySQL always skip locked events (SKIP LOCKED).
+* Keys of ordered handlers are never locked. With SKIP LOCKED, each branch sees the rows that are committed when it
+  runs: of two events of an ordering key, an earlier branch could miss the first, and a later branch see the second.
+  Without locks, the statement reads all keys in a single snapshot. An event that is found by an unordered key, and also
+  belongs to an ordered key, is marked with a minus, and left to the ordered key.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from outboxio.storage.mysql.new_notifications import (
     LIVE_COUNTED,
     ONCE,
     SELECT,
-    execute_handing_over,
+    execute_with_handoff,
     find_just_made,
     id_head,
     take_committed,
@@ -46,13 +46,13 @@ from outboxio.storage.mysql.new_notifications import (
 from outboxio.storage.mysql.values import as_json
 from outboxio.storage.protocols import FanoutRequest, FanoutResult
 
-# All statements name an index: a planner with statistics from when the table was small would scan the table.
+# All statements force an index: with statistics from when the table was small, the planner would scan the table.
 BY_TYPE = "eventlog.events e FORCE INDEX (events_undelivered)"
 _BY_TOPIC = "eventlog.events e FORCE INDEX (events_undelivered_topic)"
 
-# A row is a single JSON value, because the driver is slow at columns; for a single value of all rows, MariaDB would
-# need a table in a file. Subqueries instead of EXISTS: EXISTS would become a join, which a planner that believes the
-# table to be empty would begin with the backlog.
+# A row is a single JSON value, because the driver decodes columns slowly. Aggregating all rows into one value would
+# take an on-disk table on MariaDB. Subqueries are used instead of EXISTS, which would become a join: with outdated
+# statistics, the planner would start it with the backlog.
 _TYPE_WAITS = f"""(SELECT 1 FROM {BY_TYPE}
   WHERE e.namespace = %(namespace)s AND e.delivered = FALSE AND e.event_type = t.event_type LIMIT 1)"""
 _TOPIC_WAITS = f"""(SELECT 1 FROM {_BY_TOPIC}
@@ -63,7 +63,7 @@ SELECT JSON_ARRAY(s.handler_name, s.event_type, s.topic, s.priority, s.ordered,
 FROM {LIVE_COUNTED}
 """
 SUBSCRIPTIONS = for_flavours(_SUBSCRIPTIONS.replace("%(namespace)s", "%s").replace("%(seen_since)s", "%s"))
-FIND_WANTED = for_flavours(f"""
+FIND_UNDELIVERED_KEYS = for_flavours(f"""
 {_SUBSCRIPTIONS};
 SELECT JSON_ARRAYAGG(t.event_type) FROM (SELECT DISTINCT s.event_type FROM {LIVE} AND s.topic = ''{{but}}) t
 WHERE {_TYPE_WAITS} = 1
@@ -72,13 +72,13 @@ SELECT JSON_ARRAYAGG(t.topic) FROM (SELECT DISTINCT s.topic FROM {LIVE} AND s.to
 WHERE {_TOPIC_WAITS} = 1
 """)
 
-# A claim has a branch for each key, which walks the index of the key. All events come as a single value, because the
-# driver is slow at rows and columns. An aggregate for each key would be a temporary table for each key: with 200 keys
-# the temporary tables took half of the time of fan-out.
+# A claim has a branch for each key, which scans the index from the key's first event. All events are returned as a
+# single value, because the driver decodes rows and columns slowly. An aggregate per key would need a temporary table
+# per key, which took half of the time of a fan-out with 200 keys.
 #
-# Entries of delivered events stay in the index while any transaction may still read the events. So a backlog is read on
-# from the sequence that was reached (``_AFTER``). There the SELECT has `hops`, a column that is not in the index: with
-# an index of all columns, MySQL may walk the index from the beginning.
+# Entries of delivered events stay in the index while any transaction may still read them. So a backlog is read from the
+# sequence that was reached (``_AFTER``). There the SELECT includes `hops`, a column that is not in the index: with a
+# covering index, MySQL may scan from the beginning.
 CLAIM = """
 SELECT GROUP_CONCAT(b.number, ' ', b.sequence, ' ', b.id) FROM ({branches}) b
 """
@@ -95,9 +95,9 @@ OF_TYPE_MARKING = OF_TYPE.replace(_READ, _MARKING.format(other="e.topic"))
 OF_TOPIC_MARKING = OF_TOPIC.replace(_READ, _MARKING.format(other="e.event_type"))
 SKIP_LOCKED = " FOR UPDATE SKIP LOCKED"
 
-# DISTINCT makes a table of the subscriptions, and both servers hash the table that is joined first: the subscriptions,
-# which are few and narrow. A batch of events would not fit into the buffer of the join; a list would be walked once for
-# each event.
+# DISTINCT materializes the subscriptions. Both servers hash the table that is joined first: the subscriptions, which
+# are few and narrow. A batch of events would not fit into the join buffer, and without the table the list would be
+# parsed once for each event.
 _SUBSCRIBED = """
 WITH subscribed AS (
   SELECT DISTINCT * FROM JSON_TABLE(%(subscribed)s, '$[*]' COLUMNS (
@@ -113,7 +113,7 @@ WHERE e.id IN ({{ids}})
 """
 NOTIFY_BY_TYPE = for_flavours(f"{_NOTIFY_BY_TYPE} {ONCE}")
 
-# A handler that wants an event by type and by topic still gets a single notification.
+# A handler that subscribes to both the type and the topic of an event gets a single notification.
 INSERT_NOTIFICATIONS = for_flavours(f"""
 {_NOTIFY_BY_TYPE}
 UNION ALL
@@ -144,27 +144,27 @@ class MysqlFanout:
         if guessed:
             done = NOTHING_DONE
             if plan.takes_committed(request.committed) and request.handoff is not None:
-                keys = keys_of(request.committed, plan.live)
-                if keys:
-                    taken = await take_committed(self._loop, self._server, request, keys, request.handoff)
+                committed = keys_of(request.committed, plan.live)
+                if committed:
+                    taken = await take_committed(self._loop, self._server, request, committed, request.handoff)
                     done = taken or NOTHING_DONE
             if not done.events:
                 done = await self._take(request, plan.claim_guessed(guessed, request, self._server.largest_packet))
             if plan.is_enough(done, request.behind):
                 return done
-            after = dict[str, int]()  # the guessed keys were read from there on
-        wanted = await find_wanted(self._loop, request.namespace, request.seen_since, after)
-        claim = plan.claim(wanted, request, after, self._server.largest_packet)
+            after = dict[str, int]()  # the guessed keys were already read from there
+        keys = await find_undelivered_keys(self._loop, request.namespace, request.seen_since, after)
+        claim = plan.claim(keys, request, after, self._server.largest_packet)
         done = NOTHING_DONE if claim is None else await self._take(request, claim)
         plan.ended(done)
         return done
 
     async def any_undelivered(self, namespace: str, seen_since: datetime) -> bool:
-        wanted = await find_wanted(self._admin, namespace, seen_since, {})
-        return any(key.waits for key in wanted)
+        keys = await find_undelivered_keys(self._admin, namespace, seen_since, {})
+        return any(key.waits for key in keys)
 
     async def _take(self, request: FanoutRequest, claim: Claim) -> FanoutResult:
-        """Claim events, and make the notifications. If MariaDB refuses to wait for a lock, do so with SKIP LOCKED."""
+        """Claim events and create the notifications. If MariaDB finds a locked event, retry with SKIP LOCKED."""
         now = asyncio.get_running_loop().time()
         can_refuse = self._server.flavour.can_refuse_to_wait
         skips_locked = self.plan.skips_locked(claim, now, can_refuse_to_wait=can_refuse)
@@ -178,14 +178,14 @@ class MysqlFanout:
 
     async def _claim_and_notify(self, request: FanoutRequest, claim: Claim, *, skips_locked: bool) -> FanoutResult:
         statement, args = claim_statement(claim, request.namespace, skips_locked=skips_locked)
-        live_statement = self._server.spell(SUBSCRIPTIONS)
+        live_statement = self._server.sql_for(SUBSCRIPTIONS)
         async with self._loop.transaction() as (connection, begin, commit):
             ((text,),), live = await fetch_each(
                 connection, f"{begin}; {statement}; {live_statement}",
                 (*args, request.namespace, request.seen_since),
             )  # fmt: skip
             self.plan.live = subscribed(live)
-            taken = claim.share_out(text, self.plan.live)
+            taken = claim.select_events(text, self.plan.live)
             if not taken.ids:
                 await execute(connection, commit)
                 return claim.result(taken, 0)
@@ -193,21 +193,21 @@ class MysqlFanout:
             if request.handoff is None:
                 made, *_ = await execute_each(connection, message, values)
             else:
-                (made, *_), _ = await execute_handing_over(connection, message, values, request.handoff)
+                (made, *_), _ = await execute_with_handoff(connection, message, values, request.handoff)
             return claim.result(taken, made)
 
     def _message(
         self, taken: Taken, request: FanoutRequest, commit: str, *, are_locked: bool
     ) -> tuple[str, dict[str, Any]]:
-        """The message that makes the notifications of the claimed events, marks the events and commits.
+        """Return the message that creates notifications for the claimed events, marks the events and commits.
 
-        The read for the handoff goes before the mark if the claim has locked the events, and behind the mark otherwise:
-        the mark may still fail.
+        The handoff is read before the events are marked if the claim locked them. Otherwise it is read afterwards,
+        because marking may still fail.
         """
         events = [event_id for ids in taken.ids.values() for event_id in ids]
         ids = id_list(events)
         notify, values = self._notify(ids, taken.ids, request)
-        mark = self._server.spell(MARK_DELIVERED if are_locked else MARK_UNLESS_LOCKED).replace("{ids}", ids)
+        mark = self._server.sql_for(MARK_DELIVERED if are_locked else MARK_UNLESS_LOCKED).replace("{ids}", ids)
         if request.handoff is None:
             return f"{notify}; {mark}; {commit}", values
         just_made, names = find_just_made(ids, len(events), request.handoff, self._server)
@@ -215,40 +215,42 @@ class MysqlFanout:
         return "; ".join((*steps, commit)), values | names
 
     def _notify(self, ids: str, claimed: Iterable[Key], request: FanoutRequest) -> tuple[str, dict[str, Any]]:
-        """The statement that makes the notifications of the claimed events, with the arguments."""
+        """Return the statement that creates the notifications of the claimed events, and its arguments."""
         live = self.plan.live
         notify = INSERT_NOTIFICATIONS
         if not any(s.topic for s in live):
             notify, types = NOTIFY_BY_TYPE, {key.value for key in claimed}
             live = [s for s in live if s.event_type in types]
         listed = as_json((s.handler_name, s.event_type, s.topic, s.priority, s.ordered, s.partitions) for s in live)
-        return self._server.spell(notify).replace("{ids}", ids), {
+        return self._server.sql_for(notify).replace("{ids}", ids), {
             "subscribed": listed, "now": request.now, "id_head": id_head(),
         }  # fmt: skip
 
 
-async def find_wanted(on: LoopConnection, namespace: str, seen_since: datetime, after: Mapping[str, int]) -> list[Key]:
-    """The keys that have undelivered events, and all keys that ordered handlers want.
+async def find_undelivered_keys(
+    on: LoopConnection, namespace: str, seen_since: datetime, after: Mapping[str, int]
+) -> list[Key]:
+    """Return the keys that have undelivered events, and all keys of ordered handlers.
 
-    Keys in ``after`` have a backlog: the server is not asked about such keys.
+    Keys in ``after`` are known to have a backlog, so they are not queried.
     """
     reached = {f"reached{number}": name for number, name in enumerate(after)}
     names = ", ".join(f"%({name})s" for name in reached)
     but = f" AND CONCAT(IF(s.topic = '', '', '#'), s.event_type, s.topic) NOT IN ({names})" if reached else ""
     live, ((types,), (topics,)) = await on.fetch_each(
-        {dialect: text.replace("{but}", but) for dialect, text in FIND_WANTED.items()},
+        {dialect: text.replace("{but}", but) for dialect, text in FIND_UNDELIVERED_KEYS.items()},
         {"namespace": namespace, "seen_since": seen_since, **reached},
     )
     found = subscribed(live)
     waiting = {("", name) for name in strings(types or "[]")} | {("#", name) for name in strings(topics or "[]")}
     waiting |= {s.key for s in found if "".join(s.key) in after}
     ordered = {s.key for s in found if s.ordered}
-    wanted = dict.fromkeys(s.key for s in found)
-    return [Key(*key, key in ordered, key in waiting) for key in wanted if key in ordered or key in waiting]
+    keys = dict.fromkeys(s.key for s in found)
+    return [Key(*key, key in ordered, key in waiting) for key in keys if key in ordered or key in waiting]
 
 
 def claim_statement(claim: Claim, namespace: str, *, skips_locked: bool) -> tuple[str, tuple[Any, ...]]:
-    """The statement of a claim, with the arguments."""
+    """Return the statement of a claim, and its arguments."""
     branches: list[str] = []
     args: list[Any] = []
     for number, (key, size) in enumerate(claim.sizes.items()):
@@ -261,7 +263,7 @@ def claim_statement(claim: Claim, namespace: str, *, skips_locked: bool) -> tupl
 
 
 def _branch(key: Key, others: Sequence[str], *, is_read_on: bool) -> str:
-    """The branch of a claim for a key. ``others``: for an event type the ordered topics, and vice versa."""
+    """Return the branch of a claim for a key. ``others``: the ordered topics for an event type, and vice versa."""
     if others and not key.is_ordered:
         marking = OF_TOPIC_MARKING if key.sign else OF_TYPE_MARKING
         return marking.format(others=", ".join(["%s"] * len(others)))

@@ -1,7 +1,7 @@
-"""The differences between MySQL and MariaDB. Statements are written once, with a word in braces for a difference.
+"""The differences between MySQL and MariaDB. Statements are written once, with a placeholder for each difference.
 
-Example: ``{text}`` is the type of our text columns within JSON_TABLE. The server, and not the URL, decides between
-MySQL and MariaDB: the server names the product when a connection is opened.
+For example, ``{text}`` is the type of text columns within JSON_TABLE. The server decides between MySQL and MariaDB,
+not the URL: it sends its product name in the handshake.
 """
 
 from __future__ import annotations
@@ -25,36 +25,37 @@ class Flavour(Struct, frozen=True):
     isolation: str
     """The session variable of the isolation level."""
     read_only: str
-    """The session variable that makes all transactions read only."""
+    """The session variable that makes all transactions read-only."""
     collation: str
-    """The collation of expressions on our connections; an expression with several collations needs this collation."""
+    """The collation of expressions on loop connections, for expressions that mix several collations."""
     can_refuse_to_wait: bool
-    """True if a single statement can refuse to wait for a lock. On MySQL only the whole session can."""
+    """True if a lock wait timeout of 0 can be set for a single statement. MySQL can set it only for the session."""
     aggregates_in_files: bool
-    """True if an aggregate of several long texts takes a temporary table in a file."""
-    words: Mapping[str, str]
+    """True if an aggregate of several long texts needs an on-disk temporary table."""
+    fragments: Mapping[str, str]
+    """The SQL for each placeholder."""
     loop_settings: Mapping[str, int] = {}
-    """Further session settings of the connections of loops."""
+    """Additional session settings of loop connections."""
 
-    def says(self, version: str) -> bool:
-        """True if a server with this version in the greeting is of this product."""
+    def matches(self, version: str) -> bool:
+        """True if the version string of a handshake is of this product."""
         return ("mariadb" in version.lower()) == (self.name == "mariadb")
 
 
-# The words in braces:
-# * {text}, {document}: the type of a text column within JSON_TABLE, comparable with our columns. Without a character
-#   set the column would have the character set of the selected database, and lose characters.
-# * {collate}: makes any further text comparable with our columns.
-# * {id}: the type of an id within JSON_TABLE; {id_of x}: such an id in the type of our id columns.
-# * {last_error}: the type and the message of the last error of a notification ``n``. On MariaDB a path is not constant:
-#   after an empty array, MariaDB finds nothing at a constant path from the end in the rest of the rows. And MariaDB
-#   stops at what a single path finds, but reads the whole document for two paths.
-# * {hashing}: in front of a statement with joins that may hash.
+# The placeholders:
+# * {text}, {document}: the type of a text column within JSON_TABLE, comparable with outboxio's columns. Without a
+#   character set, the column would have that of the selected database, and lose characters.
+# * {collate}: makes any other text comparable with outboxio's columns.
+# * {id}: the type of an id within JSON_TABLE; {id_of x}: such an id, converted to the type of outboxio's id columns.
+# * {last_error}: the type and the message of the last error of a notification ``n``. On MariaDB, the path must not be
+#   constant: after an empty array, a constant path from the end finds nothing in the remaining rows. Each path is
+#   searched separately, because MariaDB reads the whole document for two paths.
+# * {hashing}: in front of a statement that may use hash joins.
 # * {dead}: the DEAD and EXPIRED rows in the index event_notifications_dead; {dead_name}, {dead_date}: its columns.
-# * {may_have}: a condition of each document of errors with a word in the last error. On MariaDB a document is a text,
-#   where a word is found faster than the last error. The word is a part of the text, unless the document has an ASCII
-#   letter as an escape sequence.
-# * {unwaiting}: in front of a statement that must fail instead of waiting for a lock, where the product can do so.
+# * {may_have}: a prefilter for documents whose last error contains a word. On MariaDB, a document is text, in which
+#   searching the word is faster than extracting the last error. The word is a part of the text, unless the document
+#   escapes an ASCII letter.
+# * {unwaiting}: in front of a statement that must fail instead of waiting for a lock, if the product supports it.
 MYSQL = Flavour(
     name="mysql",
     product="MySQL",
@@ -64,7 +65,7 @@ MYSQL = Flavour(
     collation="utf8mb4_0900_bin",
     can_refuse_to_wait=False,
     aggregates_in_files=False,
-    words={
+    fragments={
         "text": "VARCHAR(255) CHARACTER SET utf8mb4 COLLATE utf8mb4_0900_bin",
         "document": "LONGTEXT CHARACTER SET utf8mb4 COLLATE utf8mb4_0900_bin",
         "collate": "COLLATE utf8mb4_0900_bin",
@@ -78,7 +79,7 @@ MYSQL = Flavour(
         "dead_name": "n.dead_handler",
         "dead_date": "n.dead_date",
     },
-    # Each statement of a loop has a time limit of its own here, in the process.
+    # The process itself limits the time of each statement.
     loop_settings={"max_execution_time": 0},
 )
 MARIADB = Flavour(
@@ -90,7 +91,7 @@ MARIADB = Flavour(
     collation="utf8mb4_bin",
     can_refuse_to_wait=True,
     aggregates_in_files=True,
-    words={
+    fragments={
         "text": "VARCHAR(255) CHARACTER SET utf8mb4 COLLATE utf8mb4_nopad_bin",
         "document": "LONGTEXT CHARACTER SET utf8mb4 COLLATE utf8mb4_bin",
         "collate": "COLLATE utf8mb4_nopad_bin",
@@ -105,9 +106,9 @@ MARIADB = Flavour(
         "dead_name": "n.handler_name",
         "dead_date": "n.updated_date",
     },
-    # A JSON column of MariaDB is a text with the constraint json_valid, and each UPDATE of a row proves all constraints
-    # of the row: an eighth of the server's work of a drain. Loops write only JSON that the server itself or msgspec has
-    # made. max_statement_time: each statement of a loop has a time limit of its own here, in the process.
+    # A JSON column of MariaDB is text with the constraint json_valid, and each UPDATE checks all constraints of a row:
+    # an eighth of the server's work during a drain. Loops only write JSON that the server itself or msgspec has
+    # encoded. max_statement_time: the process itself limits the time of each statement.
     loop_settings={"check_constraint_checks": 0, "max_statement_time": 0},
 )
 FLAVOURS = {flavour.name: flavour for flavour in (MYSQL, MARIADB)}
@@ -119,44 +120,44 @@ _ID_OF = re.compile(r"\{id_of ([a-z.]+)\}")
 
 
 def for_flavours(text: str) -> Statement:
-    """The statement in the spelling of each product."""
-    return {name: _spelled(text, flavour) for name, flavour in FLAVOURS.items()}
+    """Return the statement for each product."""
+    return {name: _expanded(text, flavour) for name, flavour in FLAVOURS.items()}
 
 
 def by_flavour(*, mysql: str, mariadb: str) -> Statement:
-    """The statement of each product, where the products need different statements."""
-    return {MYSQL.name: _spelled(mysql, MYSQL), MARIADB.name: _spelled(mariadb, MARIADB)}
+    """Return the statement for each product, if they need different ones."""
+    return {MYSQL.name: _expanded(mysql, MYSQL), MARIADB.name: _expanded(mariadb, MARIADB)}
 
 
-def _spelled(text: str, flavour: Flavour) -> str:
-    for word, spelling in flavour.words.items():
-        text = text.replace(f"{{{word}}}", spelling)
-    return _ID_OF.sub(lambda match: flavour.words["id_of"].format(match[1]), text)
+def _expanded(text: str, flavour: Flavour) -> str:
+    for name, fragment in flavour.fragments.items():
+        text = text.replace(f"{{{name}}}", fragment)
+    return _ID_OF.sub(lambda match: flavour.fragments["id_of"].format(match[1]), text)
 
 
 class Server:
-    """The server behind a shard: the product that the URL names, and after the first connection the real product."""
+    """The server of a shard. Its flavour comes from the URL, and after the first connection from the server."""
 
-    def __init__(self, flavour: Flavour, limits: Limits, give_up: Callable[[Any], None]) -> None:
-        """``give_up`` ends a connection without an answer in time."""
+    def __init__(self, flavour: Flavour, limits: Limits, on_timeout: Callable[[Any], None]) -> None:
+        """``on_timeout`` is called with a connection on which the server did not respond in time."""
         self.flavour = flavour
         self.largest_packet = 16 * 2**20
         """``max_allowed_packet``: the longest statement that the server accepts, in bytes."""
-        self.give_up = give_up
+        self.on_timeout = on_timeout
         self._limits = limits
-        self.begin_anew()
+        self.reset()
 
-    def begin_anew(self) -> None:
-        """A new event loop takes over: the timers belong to an event loop."""
-        self.unanswered = TimeLimit(self._limits.statement_timeout)
-        """The time limit of our own statements for actions."""
+    def reset(self) -> None:
+        """Create the timers again for a new event loop."""
+        self.statement_limit = TimeLimit(self._limits.statement_timeout)
+        """The time limit of outboxio's statements in actions."""
         longest = self._limits.action_statement_timeout
-        self.longest_statement = TimeLimit(longest) if longest else None
-        """The time limit of statements of the application; ``None`` without a limit."""
+        self.action_statement_limit = TimeLimit(longest) if longest else None
+        """The time limit of your application's statements; ``None`` without a limit."""
 
-    def greeted_by(self, connection: Any) -> None:
-        """Learn the product from a new connection."""
-        self.flavour = next(f for f in FLAVOURS.values() if f.says(connection.get_server_info()))
+    def detect_flavour(self, connection: Any) -> None:
+        """Detect the product from a connection."""
+        self.flavour = next(f for f in FLAVOURS.values() if f.matches(connection.get_server_info()))
 
-    def spell(self, statement: Statement) -> str:
+    def sql_for(self, statement: Statement) -> str:
         return statement[self.flavour.name]

@@ -1,4 +1,4 @@
-"""What transactions of the application write: events, as literals in the text (decision 13), and received messages."""
+"""The INSERTs of your application's transactions: events, as literals (decision 13), and received messages."""
 
 from __future__ import annotations
 
@@ -13,74 +13,74 @@ from outboxio.storage.mysql import errors
 from outboxio.storage.mysql.columns import INSERT_EVENTS, values_of_action, values_of_event
 from outboxio.storage.mysql.connection import ALL_ROWS, send
 from outboxio.storage.mysql.flavour import Server, by_flavour, for_flavours
-from outboxio.storage.mysql.values import Escape, as_json, as_moment, escape_of
+from outboxio.storage.mysql.values import Escape, as_json, as_timestamp, escape_of
 from outboxio.storage.protocols import ConsumeResult
 
-AROUND = 128  # bytes of a message that are not rows, at most: savepoints, COMMIT
+OVERHEAD = 128  # the most bytes of a message that are not rows: savepoints, COMMIT
 
-# Bytes of a statement with several rows, at most. The server has statement_timeout for each statement, and a packet may
-# be a thousand times as large.
-LARGEST_STATEMENT = 2**20
-_FIRST_WORDS = INSERT_EVENTS.encode()
+# The most bytes of a statement with several rows. statement_timeout applies to each statement, and a packet could be a
+# thousand times as large.
+MAX_STATEMENT_SIZE = 2**20
+_INSERT = INSERT_EVENTS.encode()
 
 
 def insertions(
     action: ActionRecord, events: Sequence[EventRecord], escape: Escape, largest_packet: int
 ) -> Iterator[bytes]:
-    """The statements that write the rows of an action: a single statement, unless the rows are many."""
+    """Return the statements that insert the events of an action: a single one, unless there are many rows."""
     shared = _literals(escape, values_of_action(action))
     return _statements(((action, event, shared) for event in events), escape, largest_packet)
 
 
 def received_insertions(received: Sequence[ReceivedEvent], escape: Escape, largest_packet: int) -> Iterator[bytes]:
-    """The same for events of which each has an action of its own."""
+    """Return the same statements for events that each have their own action."""
     rows = ((action, event, _literals(escape, values_of_action(action))) for action, event in received)
     return _statements(rows, escape, largest_packet)
 
 
 def _statements(
-    given: Iterable[tuple[ActionRecord, EventRecord, str]], escape: Escape, largest_packet: int
+    events: Iterable[tuple[ActionRecord, EventRecord, str]], escape: Escape, largest_packet: int
 ) -> Iterator[bytes]:
-    """The statements for events, each with the action and the literals of the action."""
-    packet = largest_packet - AROUND
-    most = min(packet, LARGEST_STATEMENT)
+    """Return the statements for events, each passed with its action and the literals of the action."""
+    packet = largest_packet - OVERHEAD
+    max_size = min(packet, MAX_STATEMENT_SIZE)
     rows: list[bytes] = []
-    size = len(_FIRST_WORDS)
-    for action, event, shared in given:
+    size = len(_INSERT)
+    for action, event, shared in events:
         own = (*values_of_event(event), action.headers_of(event))
         row = f"({_literals(escape, own)}, {shared}, FALSE)".encode()
-        if len(_FIRST_WORDS) + len(row) >= packet:
+        if len(_INSERT) + len(row) >= packet:
             raise InvalidEvent(
                 f"event {event.event_type or 'of ' + action.action_name}",
                 f"its row has {len(row)} bytes with the action's parameters; the server's max_allowed_packet is "
-                f"{largest_packet}: raise it, or store what is large elsewhere",
+                f"{largest_packet}: increase it, or store large values elsewhere",
             )
-        if rows and size + len(row) + 2 >= most:
+        if rows and size + len(row) + 2 >= max_size:
             yield _statement(rows)
-            rows, size = [], len(_FIRST_WORDS)
+            rows, size = [], len(_INSERT)
         rows.append(row)
         size += len(row) + 2
     yield _statement(rows)
 
 
 def _statement(rows: Sequence[bytes]) -> bytes:
-    return _FIRST_WORDS + b",\n".join(rows)
+    return _INSERT + b",\n".join(rows)
 
 
 def _literals(escape: Escape, values: Sequence[Any]) -> str:
-    """Values of our own rows as SQL literals. The driver's own function takes three times as long."""
+    """Format values as SQL literals. The driver's own function takes three times as long."""
     return ", ".join([
         "NULL" if value is None
         else escape(value) if isinstance(value, str)
         else f"'{value}'" if isinstance(value, UUID)
-        else f"'{as_moment(value)}'" if isinstance(value, datetime)
+        else f"'{as_timestamp(value)}'" if isinstance(value, datetime)
         else str(int(value))
         for value in values
     ])  # fmt: skip
 
 
 async def insert_events(connection: Any, action: ActionRecord, events: Sequence[EventRecord], server: Server) -> None:
-    """Write the rows of an action on the connection of a loop, in the open transaction."""
+    """Insert the events of an action on the connection of a loop, in the open transaction."""
     messages = insertions(action, events, escape_of(connection), server.largest_packet)
     try:
         await send(connection, server, *messages)
@@ -91,21 +91,21 @@ async def insert_events(connection: Any, action: ActionRecord, events: Sequence[
 
 
 def refusal_of(error: Exception, action: ActionRecord, server: Server) -> InvalidEvent | None:
-    """The error to raise if the server refused the rows because of the size."""
+    """Return the error to raise if the server rejected the rows because of their size."""
     if errors.number(error) != errors.TOO_LARGE:
         return None
     return InvalidEvent(
         f"an event of {action.action_name}",
-        "its JSON, as the server spells it, is longer than the server's max_allowed_packet of "
-        f"{server.largest_packet} bytes: raise it, or store what is large elsewhere",
+        "its JSON, as formatted by the server, is longer than the server's max_allowed_packet of "
+        f"{server.largest_packet} bytes: increase it, or store large values elsewhere",
     )
 
 
 # --- received messages -----------------------------------------------------------------------------
 #
-# Many inbox messages in a transaction: their rows of ``consumed_events``.
+# Many inbox messages in one transaction: their rows in ``consumed_events``.
 
-# The rows come in the order of the primary key, so that two transactions do not deadlock. A message that comes twice is
+# The rows are in the order of the primary key, so that two transactions do not deadlock. A duplicate message is
 # inserted once, by its first row.
 CONSUME = for_flavours("""
 INSERT INTO eventlog.consumed_events (source, external_id, handler_name, event_id, payload_hash, consumed_date)
@@ -119,7 +119,7 @@ CONSUME_ONE = """
 INSERT INTO eventlog.consumed_events (source, external_id, handler_name, event_id, payload_hash, consumed_date)
 VALUES (%s, %s, %s, %s, %s, %s) ON DUPLICATE KEY UPDATE source = eventlog.consumed_events.source
 """
-# The locking read sees the row of another transaction in spite of an older snapshot.
+# The locking read sees the row of another transaction despite an older snapshot.
 CONSUMED_ONE = """
 SELECT source, external_id, handler_name, event_id, payload_hash, consumed_date FROM eventlog.consumed_events
 WHERE source = %s AND external_id = %s AND handler_name = %s FOR UPDATE
@@ -132,16 +132,16 @@ STRAIGHT_JOIN eventlog.consumed_events c FORCE INDEX (PRIMARY)
   ON c.source = k.source AND c.external_id = k.external_id AND c.handler_name = k.handler_name
 {ALL_ROWS}
 """
-# MySQL cannot lock the rows of a JSON_TABLE, and MariaDB cannot say which tables are to be locked.
+# MySQL cannot lock the rows of a JSON_TABLE, and MariaDB cannot restrict the lock to a table.
 CONSUMED = by_flavour(mysql=f"{_CONSUMED}FOR UPDATE OF c", mariadb=f"{_CONSUMED}FOR UPDATE")
 FIND_CONSUMED = for_flavours(_CONSUMED)
 
 
 def consumed_parameters(consumed: Iterable[ConsumeResult]) -> dict[str, str]:
-    """The arguments of the statements."""
+    """Return the arguments of ``CONSUME``, ``CONSUMED`` and ``FIND_CONSUMED``."""
     return {
         "rows": as_json(
-            (c.source, c.external_id, c.handler_name, str(c.event_id), c.payload_hash, as_moment(c.consumed_date))
+            (c.source, c.external_id, c.handler_name, str(c.event_id), c.payload_hash, as_timestamp(c.consumed_date))
             for c in consumed
         )
     }
@@ -149,6 +149,6 @@ def consumed_parameters(consumed: Iterable[ConsumeResult]) -> dict[str, str]:
 
 def consumed_rows(found: Iterable[Sequence[Any]]) -> list[ConsumeResult]:
     return [
-        ConsumeResult(source, external_id, name, UUID(event_id), payload_hash, moment)
-        for source, external_id, name, event_id, payload_hash, moment in found
+        ConsumeResult(source, external_id, name, UUID(event_id), payload_hash, consumed_date)
+        for source, external_id, name, event_id, payload_hash, consumed_date in found
     ]

@@ -1,9 +1,9 @@
-"""Cluster locks on MySQL and MariaDB: ``GET_LOCK`` and fencing terms, on a session for the locks alone (decision 4).
+"""Cluster locks on MySQL and MariaDB: ``GET_LOCK`` and fencing terms, on a dedicated session (decision 4).
 
-A lock lasts as long as the session: when the process of the holder dies, the server closes the session, and the next
-try of a standby succeeds. Standbys try again and again. To wait inside ``GET_LOCK`` would take a connection for each
-name, MySQL rounds such waits up to whole seconds, and MariaDB 10.11 has no endless wait. ``wait_timeout`` makes the
-server end a silent session, so that a frozen holder is replaced too.
+A lock lasts exactly as long as its session. When the holder's process dies, the server closes the session, and the next
+attempt of a standby succeeds. Standbys poll instead of waiting in ``GET_LOCK``, which would take a connection for each
+name; MySQL also rounds such waits up to whole seconds, and MariaDB 10.11 cannot wait without a timeout.
+``wait_timeout`` makes the server close an idle session, so that a standby also replaces a frozen holder.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from datetime import datetime
 from typing import Any
 
 from outboxio.model.lock_name import LockName
-from outboxio.storage.connections.driver import Proof, measured
+from outboxio.storage.connections.driver import Proof, make_proof
 from outboxio.storage.mysql.connection import Arguments, LoopConnection, execute, fetch
 from outboxio.storage.mysql.driver import is_closed
 from outboxio.storage.mysql.flavour import Server, Statement, for_flavours
 from outboxio.storage.mysql.values import as_json
 from outboxio.storage.protocols import LONGEST_SILENCE, LockGrant
 
-# The names of locks are names of the whole server, and so is the database eventlog.
+# Lock names are global to the server, like the database eventlog.
 TRY = for_flavours("""
 SELECT w.name FROM JSON_TABLE(%(names)s, '$[*]' COLUMNS (name VARCHAR(64) PATH '$')) w WHERE GET_LOCK(w.name, 0) = 1
 """)
 RELEASE = for_flavours("""
 SELECT RELEASE_LOCK(w.name) FROM JSON_TABLE(%(names)s, '$[*]' COLUMNS (name VARCHAR(64) PATH '$')) w
 """)
-GIVE_BACK = "UPDATE eventlog.leases SET released_term = term WHERE name = %(lease{place})s AND owner = %(owner)s"
+RECORD_RELEASE = "UPDATE eventlog.leases SET released_term = term WHERE name = %(lease{place})s AND owner = %(owner)s"
 RELEASE_ALL = "SELECT RELEASE_ALL_LOCKS()"
 
-# Every writer locks leases in the order of the names. Only this session raises the terms, because it holds the locks.
+# All writers lock leases in the order of the names. Only this session increments the terms, because it holds the locks.
 RAISE_TERMS = for_flavours("""
 INSERT INTO eventlog.leases (name, term, owner, acquired_date, released_term)
 SELECT w.name, 1, %(owner)s, UTC_TIMESTAMP(6), 0 FROM JSON_TABLE(%(leases)s, '$[*]' COLUMNS (name {text} PATH '$')) w
@@ -45,7 +45,7 @@ STRAIGHT_JOIN eventlog.leases l ON l.name = w.name
 
 HEARTBEAT = for_flavours("SELECT UTC_TIMESTAMP(6)")
 
-LOOK_DELAY = 0.2  # seconds between two checks whether the server has closed the connection, without a round trip
+CHECK_DELAY = 0.2  # seconds between checks whether the server has closed the connection, without a round trip
 
 
 class MysqlClusterLock:
@@ -60,7 +60,7 @@ class MysqlClusterLock:
         session.set("wait_timeout", longest_silence(heartbeat))
         session.set("net_write_timeout", longest_silence(heartbeat))
         self._lost: Callable[[], None] = _nothing
-        self._look: asyncio.TimerHandle | None = None
+        self._check_timer: asyncio.TimerHandle | None = None
 
     async def acquire(self, names: Sequence[LockName]) -> dict[LockName, LockGrant]:
         by_text = {name.text: name for name in names}
@@ -76,16 +76,16 @@ class MysqlClusterLock:
         return bool(await self._session.fetch(TRY, {"names": as_json([name.text])}, self._timeout))
 
     async def heartbeat(self) -> Proof:
-        return await measured(self._ask())
+        return await make_proof(self._read_time())
 
     async def release(self, names: Sequence[LockName]) -> None:
         if names and self._holds_session:
             leases = sorted(name.lease for name in names)
-            given_back = {"owner": self._owner, **{f"lease{place}": lease for place, lease in enumerate(leases)}}
-            await self._run(_give_back(len(leases)), {**given_back, "names": as_json(name.text for name in names)})
+            args = {"owner": self._owner, **{f"lease{number}": lease for number, lease in enumerate(leases)}}
+            await self._run(_release(len(leases)), {**args, "names": as_json(name.text for name in names)})
 
-    async def listen(self, heard: Callable[[str], None]) -> None:
-        """Open the session, and watch the session. MySQL has no wake-ups between processes: every process polls."""
+    async def listen(self, on_wake: Callable[[str], None]) -> None:
+        """Open the session, and watch it. MySQL cannot wake processes, so they poll."""
         with self._session.dropped_on_failure():
             async with asyncio.timeout(self._timeout):
                 await self._session.use(self._watch)
@@ -95,7 +95,7 @@ class MysqlClusterLock:
 
     async def close(self) -> None:
         self._lost = _nothing
-        self._stop_looking()
+        self._stop_checking()
         watched, self._watched = self._watched, None
         if watched is None:
             await self._session.close()
@@ -107,19 +107,19 @@ class MysqlClusterLock:
         """True if the session that took the locks is still open."""
         return self._watched is not None and not is_closed(self._watched)
 
-    async def _ask(self) -> datetime:
-        moment: datetime = (await self._run(HEARTBEAT))[0][0]
-        return moment
+    async def _read_time(self) -> datetime:
+        now: datetime = (await self._run(HEARTBEAT))[0][0]
+        return now
 
     async def _run(self, statement: Statement, args: Arguments = None) -> list[tuple[Any, ...]]:
-        """Run a statement on the session that holds the locks; on a new session an answer would prove no lock."""
+        """Run a statement on the session that holds the locks. A result of a new session would prove nothing."""
 
         async def run_there(connection: Any) -> list[tuple[Any, ...]]:
             if connection is not self._watched:
                 raise ConnectionResetError("the session that holds the cluster locks has ended")
-            return await fetch(connection, self._server.spell(statement), args, self._timeout)
+            return await fetch(connection, self._server.sql_for(statement), args, self._timeout)
 
-        # The server may have taken or kept locks unknown to this process; such locks end with the session.
+        # On failure, the server may hold locks that this process has not recorded; they end with the session.
         with self._session.dropped_on_failure():
             rows: list[tuple[Any, ...]] = await self._session.use_if_open(run_there)
             return rows
@@ -127,35 +127,35 @@ class MysqlClusterLock:
     async def _watch(self, connection: Any) -> None:
         if connection is self._watched:
             return
-        is_another, self._watched = self._watched is not None, connection
-        if is_another:
+        is_replaced, self._watched = self._watched is not None, connection
+        if is_replaced:
             self._lost()
-        if self._look is None:
-            self._look = asyncio.get_running_loop().call_later(LOOK_DELAY, self._look_at_session)
+        if self._check_timer is None:
+            self._check_timer = asyncio.get_running_loop().call_later(CHECK_DELAY, self._check_session)
 
-    def _look_at_session(self) -> None:
-        """Check whether the server has closed the connection: the driver reports no such event."""
+    def _check_session(self) -> None:
+        """Check whether the server has closed the connection, which the driver does not report."""
         if self._holds_session:
-            self._look = asyncio.get_running_loop().call_later(LOOK_DELAY, self._look_at_session)
+            self._check_timer = asyncio.get_running_loop().call_later(CHECK_DELAY, self._check_session)
         else:
-            self._look, self._watched = None, None
+            self._check_timer, self._watched = None, None
             self._lost()
 
-    def _stop_looking(self) -> None:
-        if self._look is not None:
-            self._look.cancel()
-            self._look = None
+    def _stop_checking(self) -> None:
+        if self._check_timer is not None:
+            self._check_timer.cancel()
+            self._check_timer = None
 
 
 def longest_silence(heartbeat: float) -> int:
-    """Whole seconds after which the server ends a silent session: at least the time for which a lock is trusted."""
+    """Whole seconds after which the server closes an idle session: at least as long as a lock is trusted."""
     return max(1, math.ceil(heartbeat * LONGEST_SILENCE))
 
 
-def _give_back(leases: int) -> Statement:
-    """A statement for each lease, in the order of the names, and the release of the locks, in a single message."""
-    given_back = [GIVE_BACK.format(place=place) for place in range(leases)]
-    return {flavour: "; ".join((*given_back, release)) for flavour, release in RELEASE.items()}
+def _release(leases: int) -> Statement:
+    """Return a single message: a statement for each lease, in the order of the names, and the release of the locks."""
+    recording = [RECORD_RELEASE.format(place=number) for number in range(leases)]
+    return {flavour: "; ".join((*recording, release)) for flavour, release in RELEASE.items()}
 
 
 def _nothing() -> None:
@@ -164,7 +164,7 @@ def _nothing() -> None:
 
 # --- keyed locks -----------------------------------------------------------------------------------
 #
-# Keyed locks of the application on MySQL and MariaDB: ``GET_LOCK``, which waits on the server (decision 56).
+# Your application's keyed locks on MySQL and MariaDB: ``GET_LOCK``, which waits on the server (decision 56).
 
 TAKE = for_flavours("SELECT GET_LOCK(%(name)s, %(seconds)s)")
 RELEASE_KEY = for_flavours("DO RELEASE_LOCK(%(name)s)")
@@ -201,7 +201,7 @@ class MysqlKeySession:
         rows = await self._fetch(TAKE, {"name": name.text, "seconds": seconds}, seconds + self._timeout)
         if rows[0][0] is None:
             self.drop()
-            raise ConnectionResetError("GET_LOCK was ended by the server")
+            raise ConnectionResetError("the server interrupted GET_LOCK")
         if is_taken := bool(rows[0][0]):
             self._held.add(name)
         return is_taken
@@ -212,7 +212,7 @@ class MysqlKeySession:
             self._held.discard(name)
 
     async def raise_term(self, lease: str) -> int:
-        # Between the statements the holder of a different key may raise the term again: the term still grows.
+        # Between the statements, the holder of a different key may increment the term again. The term still grows.
         leases = {"leases": as_json([lease]), "owner": self._owner}
         await self._fetch(RAISE_TERMS, leases)
         return int((await self._fetch(TERMS, leases))[0][1])
@@ -229,10 +229,10 @@ class MysqlKeySession:
     async def _fetch(
         self, statement: Statement, args: Arguments = None, timeout: float | None = None
     ) -> list[tuple[Any, ...]]:
-        """Run a statement on the session that was opened: a new session would hold no lock."""
+        """Run a statement on the opened session; a new session would not hold the locks."""
         if not self.is_open:
             raise ConnectionResetError("the lock session has ended")
-        sql = self._server.spell(statement)
+        sql = self._server.sql_for(statement)
         with self._session.dropped_on_failure():
             rows: list[tuple[Any, ...]] = await self._session.use_if_open(
                 lambda connection: fetch(connection, sql, args, timeout or self._timeout)

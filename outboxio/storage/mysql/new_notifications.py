@@ -1,4 +1,4 @@
-"""The notifications that fan-out makes of events: the parts of the statements, the handoff, and the fast path."""
+"""The notifications that fan-out creates: the parts of the statements, the handoff, and the fast path."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from outboxio.support.ids import uuid7
 
 EVENTS_BY_ID = "eventlog.events e FORCE INDEX (PRIMARY)"
 
-# The live subscriptions of all processes: an old version of the application that fans out must serve
-# the handlers of a newer version.
+# The live subscriptions of all processes, so that a process of an old version also serves the handlers of a new one.
 _IS_LIVE = "WHERE s.namespace = %(namespace)s AND s.last_seen_date > %(seen_since)s"
 LIVE = f"eventlog.subscriptions s {_IS_LIVE}"
 
@@ -28,8 +27,8 @@ COUNTED = """eventlog.subscriptions s
   LEFT JOIN eventlog.handler_partitions p ON p.namespace = s.namespace AND p.handler_name = s.handler_name"""
 LIVE_COUNTED = f"{COUNTED} {_IS_LIVE}"
 
-# The payloads stay inside the database. The id is a UUIDv7 with the time of the round and the sequence of the event, so
-# that InnoDB appends the rows to the clustered index in the order of the index.
+# The payloads do not leave the database. The id is a UUIDv7 with the time of the round and the sequence of the event,
+# so that InnoDB appends the rows to the clustered index in order.
 _DUE = "GREATEST(COALESCE(e.available_at, %(now)s), %(now)s)"
 _KEY = "CASE WHEN s.ordered THEN COALESCE(e.ordering_key, e.model_id) END"
 INTO, _SELECT = notifications_of(
@@ -51,32 +50,32 @@ INTO, _SELECT = notifications_of(
         "retention_from": _DUE,
     }
 )
-# The number of partitions is a column of the listed subscriptions, or a column of the joined table.
+# The number of partitions comes from the list of subscriptions, or from the joined table.
 SELECT = _SELECT.replace("{partition}", partition_among("s.partitions", _KEY, "e.id"))
 SELECT_COUNTED = _SELECT.replace("{partition}", partition_among("p.partitions", _KEY, "e.id"))
 
-# A notification that exists stays unchanged.
+# An existing notification stays unchanged.
 ONCE = "ON DUPLICATE KEY UPDATE id = eventlog.event_notifications.id"
 
 
 def id_head() -> str:
-    """The time and the version of a UUIDv7, for the ids of a round."""
+    """Return the time and the version of a UUIDv7, for the ids of a round."""
     return str(uuid7())[:15]
 
 
 # --- the handoff -----------------------------------------------------------------------------------
 #
-# The handoff on MySQL and MariaDB: rows go to the dispatcher before the COMMIT that stores them (decision 16).
+# The handoff on MySQL and MariaDB: the dispatcher gets rows before the COMMIT that stores them (decision 16).
 #
-# A single message makes the notifications, reads the due rows among the notifications, marks the events and commits.
-# The dispatcher gets the rows as soon as the driver has read the rows. The answer of COMMIT comes later, because the
-# server waits for the disk. If COMMIT fails, the handlers have run for rows that do not exist: the events are fanned
-# out again, and the handlers run again, as after a lost outcome.
+# A single message creates the notifications, reads those that are due, marks the events and commits. The dispatcher
+# gets the rows as soon as the driver has read them. The response to COMMIT arrives later, because the server waits for
+# the disk. If COMMIT fails, handlers have run for rows that do not exist: the events are fanned out again, and the
+# handlers run again, as after a lost outcome.
 
-FEW_MADE = 250  # notifications at most that come as a row each, where an aggregate needs a table in a file (MariaDB)
-FEWEST_MADE = 10  # the same where an aggregate needs no file: so few rows come sooner by themselves
+MAX_SEPARATE_ON_DISK = 250  # the most notifications to read as separate rows if an aggregate is on disk (MariaDB)
+MAX_SEPARATE = 10  # the same if an aggregate is in memory
 
-# NO_MRR: the rows are in memory, so that MySQL need not sort the places of the rows before the read.
+# NO_MRR: the rows are in memory, so MySQL does not have to sort them by location before it reads them.
 JUST_MADE_FEW = f"""
 SELECT /*+ NO_MRR(n) */ {DOCUMENT} AS document FROM {BY_EVENT}
 WHERE n.event_id IN ({{ids}}) AND n.handler_name IN ({{names}}) AND n.state = 'PENDING' AND n.next_retry_at <= %(now)s
@@ -86,20 +85,20 @@ JUST_MADE = f"{AS_ONE} FROM ({JUST_MADE_FEW}) d"
 
 
 def find_just_made(ids: str, events: int, handoff: Handoff, server: Server) -> tuple[str, dict[str, Any]]:
-    """The statement that reads the notifications of ``events`` events for the handoff, with the arguments."""
+    """Return the statement that reads the notifications of ``events`` events for the handoff, and its arguments."""
     names = {f"to{number}": name for number, name in enumerate(handoff.names)}
     listed = ", ".join(f"%({name})s" for name in names)
-    as_rows = events * len(names) <= (FEW_MADE if server.flavour.aggregates_in_files else FEWEST_MADE)
-    return (JUST_MADE_FEW if as_rows else JUST_MADE).format(ids=ids, names=listed, most=handoff.most), names
+    as_rows = events * len(names) <= (MAX_SEPARATE_ON_DISK if server.flavour.aggregates_in_files else MAX_SEPARATE)
+    return (JUST_MADE_FEW if as_rows else JUST_MADE).format(ids=ids, names=listed, most=handoff.capacity), names
 
 
-async def execute_handing_over(
+async def execute_with_handoff(
     connection: Any, message: str, args: Arguments, handoff: Handoff, reads: int = 0
 ) -> tuple[list[int], list[list[tuple[Any, ...]]]]:
-    """Run a message that makes notifications, and hand over the rows as soon as the driver has read the rows.
+    """Run a message that creates notifications, and hand them over as soon as the driver has read them.
 
     The first ``reads`` results with rows are not notifications. Returns the number of rows that each later statement
-    has changed, and the rows of the first ``reads`` results.
+    changed, and the rows of the first ``reads`` results.
     """
     async with asyncio.timeout(limit_of(connection)):
         cursor = driver.cursor(connection, driver.QuietCursor)
@@ -121,14 +120,14 @@ async def execute_handing_over(
 #
 # The fast path of fan-out: events that this process has just committed are claimed by id, in a single message.
 #
-# The message makes the notifications, reads the rows for the handoff, marks the events and commits, so that no decision
-# is possible between the statements. The statements leave to the usual path (``fanout.py``):
+# The message creates the notifications, reads the rows for the handoff, marks the events and commits, so the process
+# cannot decide anything between the statements. The following is left to the regular path (``fanout.py``):
 #
-# * events that a foreign transaction has locked: the whole message fails (NOWAIT);
+# * events that another transaction has locked: the whole message fails (NOWAIT);
 # * all events, while a live handler is ordered or has aliases;
-# * events that no live handler wants: an event is marked only if a notification was made of the event.
+# * events without a live handler: an event is only marked if it has a notification.
 #
-# The fast path saves 0.7 ms of the time of a single event (decision 16).
+# The fast path saves 0.7 ms for a single event (decision 16).
 
 CLAIM_COMMITTED = f"SELECT e.id FROM {EVENTS_BY_ID} WHERE e.id IN ({{ids}}) AND e.delivered = FALSE FOR UPDATE NOWAIT"
 NOTIFY_COMMITTED = f"""
@@ -150,9 +149,9 @@ UPDATE {EVENTS_BY_ID} SET e.delivered = TRUE WHERE e.id IN ({{ids}}) AND e.deliv
 async def take_committed(
     loop: LoopConnection, server: Server, request: FanoutRequest, keys: Mapping[str, str], handoff: Handoff
 ) -> FanoutResult | None:
-    """Make the notifications of known events; ``None`` if a foreign transaction has locked any of the events.
+    """Create the notifications of known events; ``None`` if another transaction has locked any of them.
 
-    ``keys``: the ids of the events, each with the name of the key.
+    ``keys``: the name of the key of each event id.
     """
     ids = id_list(keys)
     claim, notify, mark = (text.format(ids=ids) for text in (CLAIM_COMMITTED, NOTIFY_COMMITTED, MARK_COMMITTED))
@@ -164,12 +163,12 @@ async def take_committed(
     try:
         async with loop.transaction() as (connection, begin, commit):
             message = f"{begin}; {claim}; {notify}; {just_made}; {mark}; {commit}"
-            (made, marked, *_), (claimed,) = await execute_handing_over(connection, message, values, handoff, reads=1)
+            (made, marked, *_), (claimed,) = await execute_with_handoff(connection, message, values, handoff, reads=1)
     except Exception as error:
         if errors.number(error) not in (errors.LOCKED, errors.MAY_NOT_WAIT):
             raise
         return None
-    # An event that has just lost the last handler is claimed and not marked. The total is right; the
-    # split by key may count the wrong event.
+    # An event whose last handler has just disappeared is claimed but not marked. The total is right; the counts by key
+    # may include the wrong event.
     events = Counter(keys[event_id] for (event_id,) in claimed[:marked])
     return FanoutResult(dict(events), frozenset(), made, looked_at=frozenset(keys.values()))

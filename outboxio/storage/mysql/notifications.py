@@ -13,7 +13,6 @@ import msgspec
 
 from outboxio.model.notification import NO_CONTEXT, Context, DueQuery, Notification, checked
 from outboxio.model.outcome import Bucket
-from outboxio.storage.left_alone import LeftAlone
 from outboxio.storage.mysql.columns import (
     BY_DUE,
     BY_ID,
@@ -26,24 +25,24 @@ from outboxio.storage.mysql.columns import (
 from outboxio.storage.mysql.connection import Arguments, LoopConnection, execute, fetch, id_list, run
 from outboxio.storage.mysql.flavour import Server, Statement, for_flavours
 from outboxio.storage.mysql.insertion import insert_events
-from outboxio.storage.mysql.values import as_json, as_moment
+from outboxio.storage.mysql.values import as_json, as_timestamp
+from outboxio.storage.undispatchable import UndispatchableRows
 
 # --- due rows --------------------------------------------------------------------------------------
 #
-# Due notifications: the statements that read due rows, and the mapping of rows to :class:`Notification`.
+# The statements that read due rows, and the conversion of rows to :class:`Notification`.
 #
-# All rows of a slot come as a single JSON text with the number of rows, because the driver takes longer for a row than
-# for all the rest. Two exceptions:
+# All rows of a slot are returned as one JSON text with the number of rows, because decoding a row takes the driver
+# longer than everything else. There are two exceptions:
 #
-# * few rows on MariaDB come as a text each: an aggregate takes a table in a file there, which costs 1.5 ms;
-# * rows that together exceed ``max_allowed_packet`` come column by column (``FIND_LARGE``).
+# * few rows on MariaDB are returned as one text each, because an aggregate needs an on-disk table, which takes 1.5 ms;
+# * rows that together exceed ``max_allowed_packet`` are returned as columns (``FIND_LARGE``).
 #
-# The text of a row is put together by hand (decision 13), which takes the server half as long as the JSON functions of
-# the server.
+# The text of a row is built with CONCAT (decision 13), which takes half as long as the server's JSON functions.
 
-# Joined by UNION ALL, once for each slot: each branch walks the index from the scan position of the slot. The position
-# is written with OR, which is two ranges of the index; a comparison of pairs would be none. The rows are not locked:
-# this process holds the cluster lock of the slot (decision 2).
+# One branch of UNION ALL for each slot, which scans the index from the slot's scan position. The position is written
+# with OR, for which the server reads two ranges of the index; it cannot use a range for a comparison of pairs. The rows
+# are not locked, because this process holds the cluster lock of the slot (decision 2).
 _DUE = f"""
 FROM {BY_DUE}
 WHERE n.namespace = %s AND n.is_unfinished = TRUE AND n.handler_name = %s AND n.partition_number = %s
@@ -57,10 +56,10 @@ FIND_FEW = f"(SELECT {DOCUMENT} AS document {_DUE})"
 FIND_DUE = f"({AS_ONE} FROM {FIND_FEW} d)"
 FIND_LARGE = f"(SELECT {', '.join(map(selected, (*DUE_COLUMNS, *CONTEXT_COLUMNS)))} {_DUE})"
 
-# A process may own 64 partitions of each handler, and the planning of so many of the branches above takes 20 ms. So
+# A process may own 64 partitions of each handler, and planning that many of the branches above takes 20 ms. So
 # partitions are read with two cheaper statements:
-# * All ranges of all slots in a single walk along the index: enough if there are at most FEW_OF_SLOTS rows.
-# * Otherwise branches that read only ids, out of the index, and the rows by id: a quarter of the time of the planning.
+# * All ranges of all slots in one index scan, which is enough for up to FEW_OF_SLOTS rows.
+# * Otherwise, branches that only read ids from the index, and then the rows by id: a quarter of the planning time.
 FEW_OF_SLOTS = 64
 _OF_SLOT = """n.handler_name = %s AND n.partition_number = %s
   AND (n.next_retry_at = %s AND n.sequence > %s OR n.next_retry_at > %s) AND n.next_retry_at <= %s"""
@@ -75,7 +74,7 @@ SELECT COUNT(*), CONCAT('[', GROUP_CONCAT({DOCUMENT}), ']') FROM ({{slots}}) f S
 
 
 class _Due(Notification, array_like=True, gc=False):
-    """A due row in the form of ``DOCUMENT``."""
+    """A due row, in the format of ``DOCUMENT``."""
 
     payload: msgspec.Raw
     raw_context: msgspec.Raw
@@ -84,43 +83,43 @@ class _Due(Notification, array_like=True, gc=False):
 _decode_due = msgspec.json.Decoder(list[_Due]).decode
 
 
-def few_of_slots(namespace: str, now: datetime, wanted: Sequence[DueQuery]) -> tuple[str, tuple[Any, ...]]:
-    """The statement that reads a few due rows of many slots, without the limits of the slots, with the arguments."""
-    slots = FIND_FEW_OF_SLOTS.format(slots=" OR ".join([_OF_SLOT] * len(wanted)))
-    places = ((w.handler_name, w.partition, *w.after, w.after[0], now) for w in wanted)
-    return slots, (namespace, *chain.from_iterable(places))
+def few_of_slots(namespace: str, now: datetime, queries: Sequence[DueQuery]) -> tuple[str, tuple[Any, ...]]:
+    """Return the statement that reads a few due rows of many slots, without their limits, and its arguments."""
+    slots = FIND_FEW_OF_SLOTS.format(slots=" OR ".join([_OF_SLOT] * len(queries)))
+    positions = ((q.handler_name, q.partition, *q.after, q.after[0], now) for q in queries)
+    return slots, (namespace, *chain.from_iterable(positions))
 
 
-def of_slots(namespace: str, now: datetime, wanted: Sequence[DueQuery]) -> tuple[str, tuple[Any, ...]]:
-    """The statement that reads many due rows of many slots, with the arguments."""
-    slots = FIND_OF_SLOTS.format(slots=" UNION ALL ".join([_IDS_OF_SLOT] * len(wanted)))
-    return slots, branch_args(namespace, now, wanted)
+def of_slots(namespace: str, now: datetime, queries: Sequence[DueQuery]) -> tuple[str, tuple[Any, ...]]:
+    """Return the statement that reads many due rows of many slots, and its arguments."""
+    slots = FIND_OF_SLOTS.format(slots=" UNION ALL ".join([_IDS_OF_SLOT] * len(queries)))
+    return slots, branch_args(namespace, now, queries)
 
 
-def branch_args(namespace: str, now: datetime, wanted: Sequence[DueQuery]) -> tuple[Any, ...]:
-    """The arguments of a statement with a branch for each slot."""
+def branch_args(namespace: str, now: datetime, queries: Sequence[DueQuery]) -> tuple[Any, ...]:
+    """Return the arguments of a statement with a branch for each slot."""
     args: list[Any] = []
-    for w in wanted:
-        args += (namespace, w.handler_name, w.partition, w.after[0], w.after[1], w.after[0], now, w.limit)
+    for q in queries:
+        args += (namespace, q.handler_name, q.partition, q.after[0], q.after[1], q.after[0], now, q.limit)
     return tuple(args)
 
 
-def first_of_slots(rows: Sequence[Notification], wanted: Sequence[DueQuery]) -> list[Notification]:
-    """The rows in order, for each slot up to its limit."""
-    room = {(w.handler_name, w.partition): w.limit for w in wanted}
+def first_of_slots(rows: Sequence[Notification], queries: Sequence[DueQuery]) -> list[Notification]:
+    """Return the rows in order, up to the limit of each slot."""
+    remaining = {(q.handler_name, q.partition): q.limit for q in queries}
     first: list[Notification] = []
     for row in sorted(rows, key=lambda row: (row.next_retry_us, row.sequence)):
         slot = (row.handler_name, row.partition_number)
-        if room[slot]:
-            room[slot] -= 1
+        if remaining[slot]:
+            remaining[slot] -= 1
             first.append(row)
     return first
 
 
 def as_notifications(found: Sequence[tuple[Any, ...]]) -> list[Notification] | None:
-    """The notifications in texts of a row each, or in texts of many rows with the number of rows.
+    """Decode notifications from texts with one row each, or from texts with many rows and their number.
 
-    ``None`` if the server has cut a text off.
+    ``None`` if the server has truncated a text.
     """
     if found and len(found[0]) == 1:
         texts = [text for (text,) in found]
@@ -138,8 +137,8 @@ def as_notifications(found: Sequence[tuple[Any, ...]]) -> list[Notification] | N
     return rows
 
 
-def from_columns(rows: Iterable[Sequence[Any]], left_alone: LeftAlone) -> list[Notification]:
-    """The notifications in rows of ``FIND_LARGE``. A row that cannot be read is left alone, and the rest is read."""
+def from_columns(rows: Iterable[Sequence[Any]], undispatchable: UndispatchableRows) -> list[Notification]:
+    """Convert rows of ``FIND_LARGE`` to notifications. Rows with a malformed id go to ``undispatchable``."""
     found: list[Notification] = []
     for row in rows:
         values: dict[str, Any] = dict(zip((*DUE_COLUMNS, *CONTEXT_COLUMNS), row, strict=True))
@@ -148,14 +147,14 @@ def from_columns(rows: Iterable[Sequence[Any]], left_alone: LeftAlone) -> list[N
         try:
             due["id"] = UUID(due["id"])
         except ValueError:
-            left_alone.add(due["id"], due["handler_name"])
+            undispatchable.add(due["id"], due["handler_name"])
         else:
             found.append(checked(Notification(**due, raw_context=context)))
     return found
 
 
 def _context(values: Mapping[str, Any]) -> Context | bytes:
-    """The context in the columns of a row. Only a handler that uses an unreadable context gets an error."""
+    """Build the context from the columns of a row. Only handlers that use a malformed context get an error."""
     read: dict[str, Any] = {column: values[column] for column in CONTEXT_COLUMNS}
     try:
         for column in ("action_params", "headers"):
@@ -170,12 +169,12 @@ def _context(values: Mapping[str, Any]) -> Context | bytes:
 
 # --- settling --------------------------------------------------------------------------------------
 #
-# The statements that settle notifications: equal outcomes (a bucket) are a single UPDATE.
+# The statements that settle notifications: equal outcomes (a bucket) are written by one UPDATE.
 
-# The fence (decision 3). The statement that writes the outcomes locks the lease rows shared. A successor that raises a
-# term waits for this lock; after the successor has raised the term, the statement finds no lease. A plain join would
+# The fence (decision 3). The statement that writes the outcomes locks the lease rows in shared mode. A new holder that
+# increments a term waits for this lock; once the term has changed, the statement finds no lease. A plain join could
 # write after the commit of the new term. EXISTS would become a join that scans the leases, and waits for the leases of
-# foreign handlers. LIMIT makes the server look the leases up once, and not once for each row.
+# other handlers. LIMIT makes the server look up the leases once, instead of once for each row.
 _HELD = """
 SELECT held.handler_name, held.partition_number FROM (
   SELECT mine.handler_name, mine.partition_number FROM JSON_TABLE(%(leases)s, '$[*]' COLUMNS (
@@ -193,11 +192,10 @@ WHERE n.id IN ({{ids}}) AND {_UNSETTLED} AND (n.handler_name, n.partition_number
 """)
 
 # The same, with a next_retry_at and an error for each row:
-# * MySQL looks the details of a row up, by an index made for the purpose. A join is refused by MySQL unless a
-#   database is selected.
+# * MySQL looks up the details of a row with an automatic index. It rejects a join unless a database is selected.
 # * MariaDB joins the details. A lookup would read all details for each row.
-# If an operator has replaced the list of errors by a different JSON value, a new list replaces that value, so that the
-# error is kept.
+# If an operator has replaced the errors with something other than a JSON array, a new array replaces that value, so
+# that the error is kept.
 _DETAILS = """JSON_TABLE(%(details)s, '$[*]' COLUMNS (
   id {id} PATH '$[0]', next_retry_at DATETIME(6) PATH '$[1]', error {document} PATH '$[2]'))"""
 _LATEST = """CASE WHEN CAST(JSON_TYPE(n.errors) AS CHAR) {collate} <> 'ARRAY' THEN JSON_ARRAY()
@@ -220,7 +218,7 @@ WHERE {_UNSETTLED} AND (n.handler_name, n.partition_number) IN ({_HELD})
 
 
 def settlement(bucket: Bucket, now: datetime, server: Server) -> tuple[str, Arguments]:
-    """The statement that settles a bucket, with the arguments."""
+    """Return the statement that settles a bucket, and its arguments."""
     args: dict[str, Any] = {
         "state": bucket.state.value,
         "attempts": bucket.attempts,
@@ -233,20 +231,20 @@ def settlement(bucket: Bucket, now: datetime, server: Server) -> tuple[str, Argu
         args["details"] = as_json(
             (
                 outcome.notification_id,
-                None if outcome.next_retry_at is None else as_moment(outcome.next_retry_at),
+                None if outcome.next_retry_at is None else as_timestamp(outcome.next_retry_at),
                 outcome.error,
             )
             for outcome in bucket.by_id
         )
-    return server.spell(statement).replace("{ids}", id_list(bucket.ids)), args
+    return server.sql_for(statement).replace("{ids}", id_list(bucket.ids)), args
 
 
 # --- the table -------------------------------------------------------------------------------------
 
 
-FEW = 100  # due rows at most that come as a text each, on MariaDB
-MANY_FOR = 1.0  # seconds after a read of more than FEW rows, during which all rows come as a single text
-READS_BY_COLUMN = 50  # reads column by column, after a read that did not fit into a single text
+FEW = 100  # the most due rows to read as one text each, on MariaDB
+MANY_SECONDS = 1.0  # how long all rows are read as one text, after a read of more than FEW rows
+READS_BY_COLUMN = 50  # how many reads are by column, after a result did not fit into one text
 
 
 class MysqlNotifications:
@@ -254,55 +252,56 @@ class MysqlNotifications:
         self._find = find
         self._settle = settle
         self._server = server
-        self._left_alone = LeftAlone()
+        self._undispatchable = UndispatchableRows()
         self._reads_by_column = 0
         """How many of the next reads are column by column."""
         self._many_until = float("-inf")
         self._has_many = False
-        """True if the last read of partitions has found many rows."""
+        """True if the last read of partitions found many rows."""
 
     @property
     def can_settle(self) -> bool:
         return self._settle.is_open
 
-    async def find_due(self, namespace: str, now: datetime, wanted: Sequence[DueQuery]) -> Sequence[Notification]:
-        # The outcomes of the rows will need the connection for settling, and by then a given pool may be exhausted.
+    async def find_due(self, namespace: str, now: datetime, queries: Sequence[DueQuery]) -> Sequence[Notification]:
+        # Open the connection for outcomes before a run starts: later, the handlers may hold all connections of a
+        # user-supplied pool.
         await self._settle.ready()
         if not self._reads_by_column:
-            read = self._find_of_slots if any(w.partition for w in wanted) else self._find_of_names
-            found = await read(namespace, now, wanted)
+            read = self._find_of_slots if any(query.partition for query in queries) else self._find_of_names
+            found = await read(namespace, now, queries)
             if found is not None:
                 return found
             self._reads_by_column = READS_BY_COLUMN
         self._reads_by_column -= 1
-        args = branch_args(namespace, now, wanted)
-        return from_columns(await self._find.fetch_all(FIND_LARGE, len(wanted), args), self._left_alone)
+        args = branch_args(namespace, now, queries)
+        return from_columns(await self._find.fetch_all(FIND_LARGE, len(queries), args), self._undispatchable)
 
     async def _find_of_names(
-        self, namespace: str, now: datetime, wanted: Sequence[DueQuery]
+        self, namespace: str, now: datetime, queries: Sequence[DueQuery]
     ) -> Sequence[Notification] | None:
-        """Read slots of few handlers without partitions; ``None`` if the rows do not fit into the answer."""
-        moment = asyncio.get_running_loop().time()
-        few = self._server.flavour.aggregates_in_files and moment >= self._many_until
-        args = branch_args(namespace, now, wanted)
-        found = as_notifications(await self._find.fetch_all(FIND_FEW if few else FIND_DUE, len(wanted), args))
+        """Read slots of a few unpartitioned handlers; ``None`` if the rows do not fit into the result."""
+        time = asyncio.get_running_loop().time()
+        few = self._server.flavour.aggregates_in_files and time >= self._many_until
+        args = branch_args(namespace, now, queries)
+        found = as_notifications(await self._find.fetch_all(FIND_FEW if few else FIND_DUE, len(queries), args))
         if found is not None and len(found) > FEW:
-            self._many_until = moment + MANY_FOR
+            self._many_until = time + MANY_SECONDS
         return found
 
     async def _find_of_slots(
-        self, namespace: str, now: datetime, wanted: Sequence[DueQuery]
+        self, namespace: str, now: datetime, queries: Sequence[DueQuery]
     ) -> Sequence[Notification] | None:
-        """The same for partitions, of which a process may own many."""
+        """Like :meth:`_find_of_names`, but for partitions, of which a process may own many."""
         if not self._has_many:
-            sql, args = few_of_slots(namespace, now, wanted)
+            sql, args = few_of_slots(namespace, now, queries)
             found = as_notifications(await self._find.use(lambda connection: fetch(connection, sql, args)))
             if found is None or len(found) <= FEW_OF_SLOTS:
-                return None if found is None else first_of_slots(found, wanted)
-        sql, args = of_slots(namespace, now, wanted)
+                return None if found is None else first_of_slots(found, queries)
+        sql, args = of_slots(namespace, now, queries)
         found = as_notifications(await self._find.use(lambda connection: fetch(connection, sql, args)))
         self._has_many = found is not None and len(found) > FEW_OF_SLOTS
-        return None if found is None else first_of_slots(found, wanted)
+        return None if found is None else first_of_slots(found, queries)
 
     async def settle(self, bucket: Bucket, now: datetime) -> int:
         statement, args = settlement(bucket, now, self._server)
@@ -311,7 +310,7 @@ class MysqlNotifications:
 
     async def settle_emitting(self, bucket: Bucket, now: datetime) -> int:
         async def insert_and_settle(connection: Any) -> int:
-            # The UPDATE of the outcomes goes last, because the UPDATE locks leases.
+            # The settlement comes last, because it locks leases.
             for action, events in bucket.emitted:
                 await insert_events(connection, action, events, self._server)
             settled = await execute(connection, *settlement(bucket, now, self._server))
@@ -326,4 +325,4 @@ class MysqlNotifications:
 
 
 class _Refused(Exception):
-    """The fence refused a part of a bucket: the whole transaction is rolled back."""
+    """The fence rejected a part of the bucket, so the transaction is rolled back."""

@@ -8,7 +8,7 @@ from uuid import UUID
 
 import msgspec
 
-from outboxio.storage.mysql.connection import MOST_BRANCHES, LoopConnection, change_rows, fetch
+from outboxio.storage.mysql.connection import MAX_BRANCHES, LoopConnection, change_rows, fetch
 from outboxio.storage.mysql.flavour import FLAVOURS, Server
 from outboxio.storage.statement import (
     Jumps,
@@ -26,14 +26,15 @@ from outboxio.support.codec import is_list
 
 # --- jumps -----------------------------------------------------------------------------------------
 #
-# Jumps along an index from each value of a column to the next value, whatever the number of rows between.
+# Jumps along an index (a loose index scan), from each value of a column to the next, no matter how many rows are in
+# between.
 #
-# Each jump starts at the value of the jump before, so that many jumps go in a single message, from variable to
-# variable. A recursive statement would read every row between two values, and so would a comparison with NULL.
+# Each jump starts at the value of the previous one. A message contains many jumps, which pass the values on in
+# variables. A recursive statement would read every row between two values, and so would a comparison with NULL.
 #
 # A *query* here reads the first value that is ``{behind}``, for example ``> 'a'``.
 
-FEWEST_JUMPS, MOST_JUMPS = 8, 32  # in a message
+MIN_JUMPS, MAX_JUMPS = 8, 32  # in a message
 
 # Greater than every value of a column: the end of the index.
 END = "REPEAT(_utf8mb4 X'F48FBFBF', 255)"
@@ -42,25 +43,25 @@ _END = "\U0010ffff" * 255
 _START = "%(outboxio_start)s"
 
 Begin = tuple[str, str]
-"""The relation and the value with which the first jump begins, for example ``(">", "a")``."""
+"""The operator and the value of the first jump, for example ``(">", "a")``."""
 
 _values = msgspec.json.Decoder(list[str]).decode
 
 
 async def jump(connection: Any, query: str, args: Mapping[str, Any]) -> list[str]:
-    """All values of a column that are greater than the empty text, in the order of the index."""
+    """Return all values of a column that are greater than the empty text, in the order of the index."""
     values: list[str] = []
-    jumps, begin = FEWEST_JUMPS, (">", "")
+    jumps, begin = MIN_JUMPS, (">", "")
     while True:
         found = await next_values(connection, query, args, begin, jumps)
         values += found
         if len(found) < jumps:
             return values
-        jumps, begin = min(2 * jumps, MOST_JUMPS), (">", found[-1])
+        jumps, begin = min(2 * jumps, MAX_JUMPS), (">", found[-1])
 
 
 async def next_values(connection: Any, query: str, args: Mapping[str, Any], begin: Begin, jumps: int) -> list[str]:
-    """The next ``jumps`` values; fewer at the end of the index."""
+    """Return the next ``jumps`` values; fewer at the end of the index."""
     relation, start = begin
     variables = [f"@outboxio_{number}" for number in range(jumps)]
     texts = [_next(query, relation, _START), *(_next(query, ">", before) for before in variables[:-1])]
@@ -76,10 +77,10 @@ FROM_BEGINNING: Begin = (">=", "")
 async def jump_together(
     connection: Any, first: str, second: str, args: Mapping[str, Any], begin: Begin
 ) -> tuple[list[str], Begin | None]:
-    """The values that two columns have in common, within 64 steps; and where to go on, ``None`` at the end.
+    """Return the values that two columns have in common, within 64 steps, and where to continue; ``None`` at the end.
 
-    A step jumps to the next value in the first index, and then to the next value, not before the first, in the second.
-    So a few values in either index take a few steps, however many values the other index has.
+    A step jumps to the next value in the first index, and then to the same or the next value in the second index. So if
+    either index has only a few values, there are only a few steps.
     """
     relation, start = begin
     ones, others = ([f"@outboxio_{kind}_{number}" for number in range(STEPS)] for kind in ("one", "other"))
@@ -97,7 +98,7 @@ async def jump_together(
 
 
 async def _assigned(connection: Any, variables: list[str], texts: list[str], args: Mapping[str, Any]) -> list[str]:
-    """The values of variables, after all expressions were assigned in order."""
+    """Assign the expressions to the variables in order, and return the values."""
     statements = [f"SET {variable} = {text}" for variable, text in zip(variables, texts, strict=True)]
     statements.append(f"SELECT JSON_ARRAY({', '.join(variables)})")
     [(found,)] = await fetch(connection, "; ".join(statements), args)
@@ -114,7 +115,7 @@ def _next(query: str, relation: str, value: str) -> str:
 R = TypeVar("R")
 T = TypeVar("T")
 
-SYNTAX = {name: MysqlSyntax(name, flavour.words) for name, flavour in FLAVOURS.items()}
+SYNTAX = {name: MysqlSyntax(name, flavour.fragments) for name, flavour in FLAVOURS.items()}
 
 
 class MysqlPort(Port):
@@ -130,9 +131,9 @@ class MysqlPort(Port):
     async def fetch_each(self, query: Query[R], each: Sequence[Mapping[str, Any]], **values: Any) -> list[R]:
         async def work(connection: Any) -> list[tuple[Any, ...]]:
             found = list[tuple[Any, ...]]()
-            for start in range(0, len(each), MOST_BRANCHES):
-                some = enumerate(each[start : start + MOST_BRANCHES])
-                branches = [self.named(query, {**values, **one}, f"{place}_") for place, one in some]
+            for start in range(0, len(each), MAX_BRANCHES):
+                some = enumerate(each[start : start + MAX_BRANCHES])
+                branches = [self.named(query, {**values, **one}, f"{number}_") for number, one in some]
                 sql = " UNION ALL ".join(f"({branch})" for branch, _ in branches)
                 found += await fetch(connection, sql, {n: v for _, own in branches for n, v in own.items()})
             return found
@@ -159,9 +160,9 @@ class MysqlPort(Port):
         return await fetch(connection, *self.named(query, values))
 
     def named(self, statement: Statement, values: Mapping[str, Any], prefix: str = "") -> tuple[str, dict[str, Any]]:
-        """The statement in the flavour of the server, which is known when a connection is open.
+        """Return the statement in the flavour of the server, which is known once a connection is open.
 
-        ``prefix``: of the names of the arguments.
+        ``prefix``: the prefix of the argument names.
         """
         arguments = dict[str, Any]()
 
@@ -178,7 +179,7 @@ class MysqlPort(Port):
 
 
 def as_argument(value: Any) -> Any:
-    """A value as the driver takes it."""
+    """Convert a value for the driver."""
     if is_document(value):
         return as_document(value)
     return str(value) if isinstance(value, UUID) else value

@@ -16,32 +16,32 @@ from outboxio.storage.mysql import errors
 from outboxio.storage.mysql.connection import LoopConnection, drop, execute, fetch
 from outboxio.storage.mysql.flavour import Server
 from outboxio.storage.schema import (
-    REMOVING,
+    PURGED_TABLES,
     Found,
     Rights,
     SqlFile,
+    mismatched_indexes,
     missing_parts,
-    ordering,
-    reading,
-    refuse_foreign,
-    refuse_lacking,
-    rights_lacking,
-    statements_left,
+    missing_rights,
+    operator_rights,
+    read_rights,
+    refuse_external_tables,
+    remaining_statements,
+    require_rights,
     tables_of,
-    useless_indexes,
 )
 
 TURN_TIMEOUT = 90.0
 INDEX_TIMEOUT = 86_400.0  # an index of a large table can take hours
 
-# information_schema leaves out tables on which the user has no rights. A read of such a table is denied; a read of a
-# table that does not exist fails with a different error.
 IS_READ_ONLY = "SELECT @@GLOBAL.innodb_read_only OR @@GLOBAL.read_only"
-CHANGES_NOTHING = "UPDATE eventlog.event_notifications SET attempts = attempts WHERE id = ''"
+WRITE_PROBE = "UPDATE eventlog.event_notifications SET attempts = attempts WHERE id = ''"
 
+# information_schema omits tables on which the user has no rights. Reading such a table is denied; reading a table that
+# does not exist fails with a different error.
 PROBES = {table: f"SELECT 1 FROM eventlog.{table} LIMIT 0" for table in tables_of("mysql")}
-# The right to remove rows is a right on the table, and the columns in information_schema do not tell it.
-REMOVAL_PROBES = {table: f"EXPLAIN DELETE FROM eventlog.{table} WHERE FALSE" for table in REMOVING}
+# DELETE is a right on the table, which the columns in information_schema do not show.
+REMOVAL_PROBES = {table: f"EXPLAIN DELETE FROM eventlog.{table} WHERE FALSE" for table in PURGED_TABLES}
 USER = "SELECT CURRENT_USER()"
 
 
@@ -55,14 +55,14 @@ class MysqlSchema(Migration):
     def _dialect(self) -> str:
         return self._server.flavour.name
 
-    async def orders_refused(self) -> str | None:
+    async def operations_unavailable(self) -> str | None:
         try:
-            await self._look_now(ordering(self._dialect))
+            await self._look_now(operator_rights(self._dialect))
         except RightsMissing as error:
             return str(error)
-        return cast("str | None", await self._admin.use(_why_read_only))
+        return cast("str | None", await self._admin.use(_read_only_reason))
 
-    async def rights_lacking(self) -> dict[str, RightsMissing]:
+    async def missing_rights(self) -> dict[str, RightsMissing]:
         lacking: dict[str, RightsMissing] = await self._admin.use(self._rights_lacking)
         return lacking
 
@@ -70,11 +70,11 @@ class MysqlSchema(Migration):
         held: dict[str, set[str]] = {table: set() for table in tables_of(self._dialect)}
         for table, _, privileges in await fetch(connection, MYSQL.columns):
             held[table] |= set(privileges.upper().split(","))
-        for table in REMOVING:
+        for table in PURGED_TABLES:
             if not await _is_denied(connection, REMOVAL_PROBES[table]):
                 held[table].add("DELETE")
         [(user,)] = await fetch(connection, USER)
-        return rights_lacking(self._shard, self._dialect, user, _quoted(user), held)
+        return missing_rights(self._shard, self._dialect, user, _quoted(user), held)
 
     async def _look_now(self, needed: Rights | None = None, *, probes: bool = False) -> Found:
         found: Found = await self._admin.use(partial(self._look, needed=needed, probes=probes))
@@ -90,16 +90,16 @@ class MysqlSchema(Migration):
         return done
 
     async def _take_turn(self, connection: Any, *, work: Work) -> list[str]:
-        if (await fetch(connection, MYSQL.take_turns, timeout=TURN_TIMEOUT))[0][0] != 1:
+        if (await fetch(connection, MYSQL.lock, timeout=TURN_TIMEOUT))[0][0] != 1:
             raise DatabaseError(
-                f"shard {self._shard!r}: another process has been migrating for a minute; try again when it is done"
+                f"shard {self._shard!r}: another process has been migrating for a minute; retry when it has finished"
             )
         try:
             done = await work(connection)
         except BaseException:
-            drop(connection)  # ends the turn too
+            drop(connection)  # releases the migration lock too
             raise
-        await fetch(connection, MYSQL.end_turn)
+        await fetch(connection, MYSQL.unlock)
         return done
 
     async def _rows(self, sql: str) -> Sequence[Sequence[Any]]:
@@ -112,35 +112,35 @@ class MysqlSchema(Migration):
     async def _run(self, connection: Any, sql: str, *args: Any) -> None:
         await execute(connection, sql, timeout=INDEX_TIMEOUT)
 
-    def _is_to_be_recorded(self, found: Found) -> bool:
-        return False  # the files run over the tables of a different tool, and record themselves
+    def _needs_recording(self, found: Found) -> bool:
+        return False  # the files also run over the tables of another tool, and record themselves
 
     async def _refuse_flaws(
         self, connection: Any, found: Found, files: Sequence[SqlFile], lost: Sequence[Part]
     ) -> None:
-        refuse_foreign(self._shard, self._dialect, found, lost)
+        refuse_external_tables(self._shard, self._dialect, found, lost)
 
     async def _apply(self, connection: Any, files: Sequence[SqlFile], found: Found) -> None:
-        """Run the files that are not recorded. Every CREATE and ALTER commits by itself, so that a file can run again.
+        """Run the files that are not recorded. Each CREATE and ALTER commits by itself, so a file can be run again.
 
-        Tables that exist already, from an interrupted migration or a foreign tool, must be complete, and stay
-        unchanged. Only a table of an interrupted migration gets the columns and indexes of later files.
+        Existing tables, from an interrupted migration or another tool, must be complete, and are not changed. Only
+        tables of an interrupted migration get the columns and indexes of later files.
         """
-        for statement in statements_left(self._dialect, files, found):
+        for statement in remaining_statements(self._dialect, files, found):
             if change_of(statement) is None:
                 await execute(connection, statement)
             else:
                 await self._run(connection, statement)
 
     def _done(self, found: Found, files: Sequence[SqlFile], indexes: Sequence[Part], *, contract: bool) -> list[str]:
-        if all(part.words == "table schema_versions" for _, part in missing_parts(self._dialect, found)):
+        if all(part.description == "table schema_versions" for _, part in missing_parts(self._dialect, found)):
             return [file.name for file in files if contract and file.is_contract]
         return super()._done(found, files, indexes, contract=contract)
 
     async def _look(self, connection: Any, needed: Rights | None = None, *, probes: bool = False) -> Found:
-        """The tables that exist. Raises :class:`RightsMissing` if the user lacks a needed right.
+        """Return the existing tables. Raises :class:`RightsMissing` without a ``needed`` right (default SELECT).
 
-        ``probes``: also read the tables that are missing in information_schema.
+        ``probes``: also check the tables that are missing in information_schema.
         """
         self._refuse_old(connection)
         columns: dict[str, set[str]] = defaultdict(set)
@@ -153,7 +153,7 @@ class MysqlSchema(Migration):
                 table: set() for table in PROBES.keys() - held.keys() if await _is_denied(connection, PROBES[table])
             }
         [(user,)] = await fetch(connection, USER)
-        refuse_lacking(self._shard, user, _quoted(user), needed or reading(self._dialect), held)
+        require_rights(self._shard, user, _quoted(user), needed or read_rights(self._dialect), held)
         rows = await fetch(connection, MYSQL.version) if "version" in columns["schema_versions"] else ()
         applied = {version for (version,) in rows}
         return await self._with_indexes(connection, Found({t: c for t, c in columns.items() if c}, (), applied))
@@ -167,7 +167,7 @@ class MysqlSchema(Migration):
         for (table, _, is_no_key), names in listed.items():
             if not is_no_key:
                 keys[table].add(", ".join(names))
-        found.invalid = useless_indexes(self._dialect, columns)
+        found.invalid = mismatched_indexes(self._dialect, columns)
         found.indexes = columns.keys() - found.invalid
         found.keys = keys
         found.primary_keys = {table for table, index, _ in listed if index == "PRIMARY"}
@@ -188,11 +188,11 @@ class MysqlSchema(Migration):
             )
 
 
-async def _why_read_only(connection: Any) -> str | None:
-    """The server's words if it refuses writes of this user. A server may be read only for most users."""
+async def _read_only_reason(connection: Any) -> str | None:
+    """Return the server's error if it rejects writes of this user. A server may be read-only for most users."""
     if (await fetch(connection, IS_READ_ONLY))[0][0]:
         try:
-            await execute(connection, CHANGES_NOTHING)
+            await execute(connection, WRITE_PROBE)
         except Exception as error:
             if not errors.is_read_only(error):
                 raise
@@ -212,6 +212,6 @@ async def _is_denied(connection: Any, probe: str) -> bool:
 
 
 def _quoted(user: str) -> str:
-    """``name@host`` in the spelling of a GRANT."""
+    """Format ``name@host`` for a GRANT."""
     name, _, host = user.rpartition("@")
     return f"'{name}'@'{host}'"

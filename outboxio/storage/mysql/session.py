@@ -1,4 +1,4 @@
-"""A transaction of the application, on a connection of aiomysql or asyncmy."""
+"""The transactions of actions on MySQL and MariaDB, on connections of aiomysql or asyncmy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from outboxio.storage.mysql.connection import (
     drop,
     fetch,
     id_list,
-    may_leave_something,
+    may_change_session,
     run,
     send,
 )
@@ -35,18 +35,18 @@ from outboxio.storage.mysql.insertion import (
     received_insertions,
     refusal_of,
 )
-from outboxio.storage.mysql.values import NO_BACKSLASH_ESCAPES, as_json, as_moment, as_rows, as_value, escape_of
+from outboxio.storage.mysql.values import NO_BACKSLASH_ESCAPES, as_json, as_rows, as_timestamp, as_value, escape_of
 from outboxio.storage.protocols import CommitLost, ConsumeResult, NewNotification, SessionUnit, TransactionLost
 from outboxio.storage.transaction_endings import IMPLICIT_COMMITS, MYSQL, MYSQL_NOT_ESCAPING
 
-# Decision 9. A transaction can end behind the session's back: by a deadlock (the action swallowed the error), by CREATE
-# TABLE, by a COMMIT inside a procedure. The server would then commit each further statement by itself. A savepoint
-# reveals the end, because the savepoints of a transaction end with the transaction:
-# * RELEASE_SAVEPOINT, in a message with COMMIT, fails unless the transaction of SET_SAVEPOINT is still open. Released
-#   earlier, the savepoint would take the savepoints of the application behind it along.
-# * IS_OPEN fails without any transaction, because the server forgets a savepoint outside of a transaction at once.
-# * While every message was a single statement that reads or changes rows, and no statement failed, the transaction
-#   cannot have ended: no savepoint is set yet.
+# Decision 9. A transaction can end unnoticed: by a deadlock (if the action suppressed the error), by CREATE TABLE, or
+# by a COMMIT inside a procedure. The server would then commit each further statement by itself. A savepoint detects
+# this, because savepoints end with their transaction:
+# * RELEASE_SAVEPOINT, in a message with COMMIT, fails unless the transaction of SET_SAVEPOINT is still open. Releasing
+#   it earlier would also release the later savepoints of your application.
+# * IS_OPEN fails without a transaction, because then the server discards a savepoint immediately.
+# * As long as every message is a single statement that reads or changes rows, and none has failed, the transaction
+#   cannot have ended, so no savepoint is set.
 BEGIN = "START TRANSACTION"
 BEGIN_READING = b"START TRANSACTION READ ONLY"
 SET_SAVEPOINT = "SAVEPOINT outboxio"
@@ -56,12 +56,12 @@ _NO_SUCH_SAVEPOINT = 1305
 
 _COMMITS = re.compile(rf"\s*+({IMPLICIT_COMMITS})", re.IGNORECASE)
 
-# A function or a trigger that such a statement calls may not commit either. Behind a semicolon there may be a second
-# statement.
+# Functions and triggers that such a statement calls cannot commit either. After a semicolon, a second statement may
+# follow.
 _READS_OR_CHANGES_ROWS = re.compile(r"\s*(?:SELECT|INSERT|UPDATE|DELETE|REPLACE|WITH)\b[^;]*\Z", re.IGNORECASE)
 
-# Locked rows are skipped: two processes that claim at once still have a single effect. FORCE INDEX: a planner with old
-# statistics of a small table would scan the table, and lock every row under REPEATABLE READ.
+# Rows that another process has locked are skipped, so that an effect happens once. FORCE INDEX: with statistics from
+# when the table was small, the planner would scan the table, and lock every row under REPEATABLE READ.
 CLAIM = """
 SELECT n.id, n.errors FROM eventlog.event_notifications n FORCE INDEX (PRIMARY)
 WHERE n.id IN ({ids}) AND FIND_IN_SET(n.state, %s) {all_rows} FOR UPDATE SKIP LOCKED
@@ -71,8 +71,8 @@ UPDATE eventlog.event_notifications n FORCE INDEX (PRIMARY)
 SET n.state = %s, n.attempts = %s, n.updated_date = %s WHERE n.id IN ({ids})
 """
 
-# As fan-out makes notifications, but for the columns that the application decides. No process can have made any before:
-# the event belongs to this transaction.
+# Like the notifications of fan-out, except for the columns that the caller sets. No other process can have created them
+# yet, because the event was written by this transaction.
 _INTO, _SELECT = notifications_of({
     "id": "o.id", "event_id": "e.id", "handler_name": "o.handler_name", "state": "o.state", "attempts": "o.attempts",
     "next_retry_at": "o.next_retry_at", "created_date": "%(now)s", "updated_date": "%(now)s",
@@ -93,29 +93,30 @@ DELIVER = "UPDATE eventlog.events e FORCE INDEX (PRIMARY) SET e.delivered = TRUE
 
 
 class MysqlSession(Consuming):
-    """A transaction on a connection: a connection of ours, or the application's own with an open transaction.
+    """A transaction on a connection of outboxio's pool, of a user-supplied pool or engine, or of the caller.
 
-    On a connection of ours, BEGIN may travel together with the first statement of the application (decision 13).
+    Unless it is the caller's transaction, BEGIN may be sent together with the first statement of the action (decision
+    13).
     """
 
-    _last_words: Sequence[str] = ("COMMIT",)
-    """The statements that end the transaction, in a message with our last statements."""
+    _ending: Sequence[str] = ("COMMIT",)
+    """The statements that end the transaction, in a message with outboxio's last statements."""
 
-    def __init__(self, connection: Any, server: Server, *, is_given: bool = False) -> None:
-        """``is_given``: the application gave the connection, with a transaction that is not ours to begin or end."""
+    def __init__(self, connection: Any, server: Server, *, is_callers: bool = False) -> None:
+        """``is_callers``: the caller passed the connection, and begins and ends the transaction."""
         self._connection = connection
         self._server = server
-        self._is_given = is_given
+        self._is_callers = is_callers
         self._is_to_begin = False
-        """True until BEGIN, which travels with the next statement."""
-        self._has_savepoint = True  # no transaction of ours yet, or the application's own: no savepoint is needed
+        """True until BEGIN, which is sent with the next statement."""
+        self._has_savepoint = True  # no savepoint is needed before begin(), or in the caller's transaction
         self._may_have_ended = False
-        """True after a statement that failed: the server may have rolled back."""
+        """True after a statement failed: the server may have rolled back."""
         self._is_over = False
         self._has_run = False
-        self._is_running = self._is_too_long = False
-        self.may_have_left_something = False
-        """True if a statement of the action may have changed the session of the connection."""
+        self._is_running = self._has_timed_out = False
+        self.may_have_changed_session = False
+        """True if a statement of the action may have changed the state of the session."""
 
     @property
     def unit(self) -> SessionUnit | None:
@@ -123,14 +124,14 @@ class MysqlSession(Consuming):
 
     @property
     def connection(self) -> Any:
-        self.may_have_left_something = True
-        if not self._has_savepoint:  # the application's next statement follows on the same connection
+        self.may_have_changed_session = True
+        if not self._has_savepoint:  # the action's next statement follows on the same connection
             driver.send_ahead(self._connection, _joined(*self._opening()))
         return self._connection
 
     @property
     def driver_connection(self) -> Any:
-        """The driver's connection as it is. :attr:`connection` prepares it for the application's next statement."""
+        """The driver's connection, without the side effects of :attr:`connection`."""
         return self._connection
 
     async def begin(self, *, soon: bool = False) -> None:
@@ -142,7 +143,7 @@ class MysqlSession(Consuming):
         try:
             await send(self._connection, self._server, BEGIN_READING)
         except BaseException:
-            self.discard()  # the transaction may have begun or not
+            self.discard()  # the transaction may have begun
             raise
 
     async def commit(self, action: ActionRecord | None = None, events: Sequence[EventRecord] = ()) -> None:
@@ -152,7 +153,7 @@ class MysqlSession(Consuming):
             self._is_to_begin = False
             return  # the action ran no statement
         else:
-            messages = [_joined(*self._opening(ends=True), *self._last_words)]
+            messages = [_joined(*self._opening(ends=True), *self._ending)]
         try:
             await send(self._connection, self._server, *filter(None, messages))
             await self._end()
@@ -164,7 +165,7 @@ class MysqlSession(Consuming):
             raise
 
     async def _end(self) -> None:
-        """End a transaction that :attr:`_last_words` do not end."""
+        """End a transaction that :attr:`_ending` do not end."""
 
     async def insert_events(self, action: ActionRecord, events: Sequence[EventRecord]) -> None:
         await self._send_insertions(action, self._insertions(action, events, ends=False))
@@ -181,7 +182,7 @@ class MysqlSession(Consuming):
         if self._is_to_begin:
             self._is_to_begin = False
         elif self._is_running:
-            # A task that the action left behind still waits for an answer, and would take the answer of ROLLBACK.
+            # A task that the action did not await still waits for a response, and would read that of ROLLBACK.
             self.discard()
         elif not driver.is_closed(self._connection):
             await run(self._connection, "ROLLBACK", timeout=10)
@@ -194,15 +195,15 @@ class MysqlSession(Consuming):
             self._is_to_begin
             or self._connection.get_transaction_status()
             or driver.has_unread(self._connection)
-            or (self._is_given and not self._connection.get_autocommit())
+            or (self._is_callers and not self._connection.get_autocommit())
         ):
             return True
         return driver.is_closed(self._connection)  # then the next statement raises the driver's own error
 
     def would_end(self, sql: str) -> str | None:
-        # As the first statement such a statement commits no rows; the statements behind are refused.
-        if self._has_run and (words := _COMMITS.match(sql)) is not None:
-            return words[1]
+        # As the first statement, such a statement commits no rows, and those that follow are rejected.
+        if self._has_run and (commit := _COMMITS.match(sql)) is not None:
+            return commit[1]
         if (ending := MYSQL.ending_in(sql, has_run=self._has_run)) is None and "\\" not in sql:
             return None
         escapes = not self._connection.server_status & NO_BACKSLASH_ESCAPES
@@ -235,14 +236,14 @@ class MysqlSession(Consuming):
     async def insert_notifications(self, event_id: UUID, owed: Sequence[NewNotification], now: datetime) -> None:
         listed = as_json(
             (
-                o.id, o.handler_name, o.state, o.attempts, as_moment(o.next_retry_at), o.errors, o.ordering_key,
+                o.id, o.handler_name, o.state, o.attempts, as_timestamp(o.next_retry_at), o.errors, o.ordering_key,
                 o.priority,
             )
             for o in sorted(owed, key=lambda o: o.id)
         )  # fmt: skip
         args = {"event_id": str(event_id), "owed": listed, "now": as_value(now)}
-        statements = f"{self._server.spell(INSERT_NOTIFICATIONS)}; {DELIVER}" if owed else DELIVER
-        opening = () if self._is_given else self._opening()
+        statements = f"{self._server.sql_for(INSERT_NOTIFICATIONS)}; {DELIVER}" if owed else DELIVER
+        opening = () if self._is_callers else self._opening()
         await self._run_in_transaction("; ".join([*opening, statements]), args)
 
     async def insert_received(self, received: Sequence[ReceivedEvent]) -> None:
@@ -250,49 +251,49 @@ class MysqlSession(Consuming):
         await self._send_insertions(received[0][0], self._in_messages(list(rows)))
 
     async def consume(self, consumed: ConsumeResult) -> ConsumeResult:
-        # A single row is the common case, and costs half as much without a JSON_TABLE.
+        # A single row is the common case, and takes half as long without a JSON_TABLE.
         await self._set_savepoint()
         key = (consumed.source, consumed.external_id, consumed.handler_name)
-        rest = (str(consumed.event_id), consumed.payload_hash, consumed.consumed_date)
-        await run(self._connection, CONSUME_ONE, (*key, *rest))
+        values = (str(consumed.event_id), consumed.payload_hash, consumed.consumed_date)
+        await run(self._connection, CONSUME_ONE, (*key, *values))
         [row] = consumed_rows(await fetch(self._connection, CONSUMED_ONE, key))
         return row
 
     async def _consume(self, consumed: Sequence[ConsumeResult]) -> list[ConsumeResult]:
         await self._set_savepoint()
         parameters = consumed_parameters(consumed)
-        await run(self._connection, self._server.spell(CONSUME), parameters)
-        return consumed_rows(await fetch(self._connection, self._server.spell(CONSUMED), parameters))
+        await run(self._connection, self._server.sql_for(CONSUME), parameters)
+        return consumed_rows(await fetch(self._connection, self._server.sql_for(CONSUMED), parameters))
 
-    async def _find_consumed(self, wanted: Sequence[ConsumeResult]) -> list[ConsumeResult]:
+    async def _find_consumed(self, keys: Sequence[ConsumeResult]) -> list[ConsumeResult]:
         await self._set_savepoint()
-        sql = self._server.spell(FIND_CONSUMED)
-        return consumed_rows(await fetch(self._connection, sql, consumed_parameters(wanted)))
+        sql = self._server.sql_for(FIND_CONSUMED)
+        return consumed_rows(await fetch(self._connection, sql, consumed_parameters(keys)))
 
     def _insertions(self, action: ActionRecord, events: Sequence[EventRecord], *, ends: bool) -> list[bytes]:
-        """The messages that write the rows of an action; with ``ends``, the last message commits."""
+        """Return the messages that insert the events of an action; with ``ends``, the last message commits."""
         messages = list(insertions(action, events, escape_of(self._connection), self._server.largest_packet))
         return self._in_messages(messages, ends=ends)
 
     def _in_messages(self, messages: list[bytes], *, ends: bool = False) -> list[bytes]:
-        if not self._is_given:
+        if not self._is_callers:
             messages[0] = _joined(*self._opening(ends=ends and len(messages) == 1), messages[0])
             if ends and len(messages) > 1:
                 messages[-1] = _joined(*self._opening(ends=True), messages[-1])
             if ends:
-                messages[-1] = _joined(messages[-1], *self._last_words)
+                messages[-1] = _joined(messages[-1], *self._ending)
         return messages
 
     def _refusal_of(self, error: Exception, action: ActionRecord | None) -> Exception | None:
-        """The error to raise in place of the driver's, if the transaction has ended or the rows are too large."""
+        """Return the error to raise instead of the driver's if the transaction has ended or the rows are too large."""
         if errors.number(error) == _NO_SUCH_SAVEPOINT:
             return TransactionLost()
         return None if action is None else refusal_of(error, action, self._server)
 
     def _opening(self, *, ends: bool = False) -> list[str]:
-        """The statements in front of our own in a message: begin the transaction, or prove that there is a transaction.
+        """Return the statements at the start of a message: they begin the transaction, or verify that it is open.
 
-        The opening sets the savepoint as well, unless the transaction ``ends`` in this message.
+        They also set the savepoint, unless the transaction ``ends`` in this message.
         """
         if self._is_to_begin:
             opening = [BEGIN]
@@ -307,16 +308,16 @@ class MysqlSession(Consuming):
         return opening
 
     async def _set_savepoint(self) -> None:
-        """Set the savepoint, unless there is one already; before, begin the transaction that is still to begin."""
+        """Begin the transaction if that is still to be done, and set the savepoint unless there is one."""
         if not self._has_savepoint:
             try:
                 await send(self._connection, self._server, _joined(*self._opening()))
             except BaseException:
-                self.discard()  # the transaction may have begun or not
+                self.discard()  # the transaction may have begun
                 raise
 
     async def _run_in_transaction(self, statements: str, args: Arguments = None) -> None:
-        """Run statements behind IS_OPEN. Raises :class:`TransactionLost` if the transaction has ended."""
+        """Run statements that include IS_OPEN. Raises :class:`TransactionLost` if the transaction has ended."""
         try:
             await run(self._connection, statements, args)
         except Exception as error:
@@ -331,29 +332,29 @@ class MysqlSession(Consuming):
         return literal
 
     async def _run(self, sql: str, args: Sequence[Any]) -> tuple[int, list[str], Sequence[Any]]:
-        """Run a string of the application: the number of rows, the names of the columns, and the rows.
+        """Run SQL of the action, and return the number of rows, the column names, and the rows.
 
-        Of several statements, the result is that of the first. All answers are read, because any of the statements may
-        end the transaction.
+        If there are several statements, the result is that of the first. All responses are read, because any statement
+        may end the transaction.
         """
-        # As the driver fills in values, except for bytes, which some versions of the driver cannot write. Without
-        # arguments a percent sign is a percent sign.
+        # Values are substituted as in the driver, except for bytes, which some of its versions do not support. Without
+        # arguments, percent signs need no escaping.
         statement = sql % tuple(map(self._literal, args)) if args else sql
-        longest = self._server.longest_statement
+        longest = self._server.action_statement_limit
         self._is_running = True
         if longest is not None:
-            longest.begin(self, MysqlSession._end_statement)
+            longest.begin(self, MysqlSession._on_timeout)
         try:
-            if self._may_have_ended:  # without a transaction the server would commit the statement by itself
+            if self._may_have_ended:  # without a transaction, the server would commit the statement by itself
                 await self._run_in_transaction(IS_OPEN)
                 self._may_have_ended = False
             before = self._before(sql)
             if before and len(statement) > self._server.largest_packet // 8:
-                await self._set_savepoint()  # a message may be too small for all
+                await self._set_savepoint()  # all of them may not fit into one message
                 before = []
             self._is_to_begin, self._has_savepoint = False, self._has_savepoint or SET_SAVEPOINT in before
             self._has_run = True
-            self.may_have_left_something = self.may_have_left_something or may_leave_something(sql)
+            self.may_have_changed_session = self.may_have_changed_session or may_change_session(sql)
             cursor = driver.cursor(self._connection, driver.Cursor)
             await cursor.execute("; ".join([*before, statement]) if before else statement)
             for _ in before:
@@ -364,8 +365,8 @@ class MysqlSession(Consuming):
                 pass
         except BaseException as error:
             self._may_have_ended, self._is_over = True, self._is_over or errors.rolled_back(error)
-            if self._is_too_long and isinstance(error, Exception):
-                raise TimeoutError("a statement took longer than action_statement_timeout; it was given up") from error
+            if self._has_timed_out and isinstance(error, Exception):
+                raise TimeoutError("a statement exceeded action_statement_timeout; its connection is closed") from error
             raise
         finally:
             self._is_running = False
@@ -373,12 +374,12 @@ class MysqlSession(Consuming):
                 longest.end(self)
         return found
 
-    def _end_statement(self) -> None:
-        self._is_too_long = True
+    def _on_timeout(self) -> None:
+        self._has_timed_out = True
         self.discard()
 
     def _before(self, sql: str) -> list[str]:
-        """The statements in front of a statement of the application, in a single message."""
+        """Return the statements to send in a message before a statement of the action."""
         before = [BEGIN] if self._is_to_begin else []
         if not (self._has_savepoint or _READS_OR_CHANGES_ROWS.match(sql)):
             before.append(SET_SAVEPOINT)
@@ -389,11 +390,11 @@ def _joined(*statements: str | bytes) -> bytes:
     return b"; ".join(statement.encode() if isinstance(statement, str) else statement for statement in statements)
 
 
-async def give_back(pool: Any, connection: Any) -> None:
-    """Give a connection back to a given pool.
+async def release(pool: Any, connection: Any) -> None:
+    """Release a connection to a user-supplied pool.
 
-    aiomysql wakes no task when the pool takes back a connection that is lost. Without free connections the waiting
-    tasks would wait for ever, so ``clear`` wakes the tasks.
+    aiomysql wakes no waiting task when a closed connection is released. Without free connections, the tasks would wait
+    without limit, so ``clear`` wakes them.
     """
     await pool.release(connection)
     if driver.is_closed(connection) and not pool.freesize:

@@ -1,4 +1,4 @@
-"""URLs of MySQL and MariaDB, as arguments of the driver's ``connect``."""
+"""Converts URLs of MySQL and MariaDB to arguments of the driver's ``connect``."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 from outboxio.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from outboxio.storage.engines.given_engine import GivenEngine
+    from outboxio.storage.engines.user_engine import UserEngine
 
 DEFAULT_PORT = 3306
 OPTIONS = ("unix_socket", "ssl_mode", "ssl_ca", "ssl_cert", "ssl_key", "connect_timeout")
-# Of asyncmy, as the arguments of aiomysql are named, but for database.
+# Options of asyncmy with the same name in aiomysql, except for database.
 _ENGINE_OPTIONS = (
     "user", "password", "host", "port", "db", "database", "unix_socket", "connect_timeout", "init_command",
     "program_name", "server_public_key",
 )  # fmt: skip
-# These change statements and results. The connections of loops have their own settings.
+# Options that change statements and results. Loop connections have their own settings.
 _OPTIONS_OF_RESULTS = (
     "charset", "use_unicode", "conv", "client_flag", "cursor_cls", "autocommit", "sql_mode", "echo", "query_callback",
     "stmt_cache_size", "local_infile", "max_allowed_packet", "read_timeout", "binary_prefix",
@@ -28,7 +28,7 @@ SSL_MODES = ("DISABLED", "REQUIRED", "VERIFY_CA", "VERIFY_IDENTITY")
 
 
 def connect_arguments(shard: str, url: str) -> dict[str, Any]:
-    """The arguments of the driver's ``connect``. Raises :class:`ConfigurationError` for options that do not exist.
+    """Return the arguments of the driver's ``connect``. Raises :class:`ConfigurationError` for unknown options.
 
     ``mysql://user:password@host:3306/database?ssl_mode=VERIFY_IDENTITY&ssl_ca=/etc/ssl/ca.pem``, or
     ``mysql://user@/database?unix_socket=/run/mysqld/mysqld.sock``.
@@ -37,13 +37,13 @@ def connect_arguments(shard: str, url: str) -> dict[str, Any]:
     options = dict(parse_qsl(parts.query, keep_blank_values=True))
     for name in options:
         if name not in OPTIONS:
-            # A name that is no word may be the rest of a password.
-            told = repr(name) if not name or name.isidentifier() else "that is no word"
+            # A name that is not an identifier may be a part of a password.
+            shown = repr(name) if not name or name.isidentifier() else "whose name is not an identifier"
             raise ConfigurationError(
-                f"shard {shard!r} has a URL with the option {told}; there are {', '.join(OPTIONS)}"
+                f"shard {shard!r} has a URL with the unknown option {shown}; expected {', '.join(OPTIONS)}"
             )
     if "," in parts.netloc.rpartition("@")[2]:
-        raise ConfigurationError(f"shard {shard!r} has a URL with several hosts; the driver connects to one")
+        raise ConfigurationError(f"shard {shard!r} has a URL with several hosts; the driver supports only one")
     arguments: dict[str, Any] = {
         "user": unquote(parts.username or "") or None,
         "password": unquote(parts.password or ""),
@@ -59,10 +59,10 @@ def connect_arguments(shard: str, url: str) -> dict[str, Any]:
     return arguments if context is None else {**arguments, "ssl": context}
 
 
-def arguments_of_engine(engine: GivenEngine, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of aiomysql's ``connect`` for the options of an engine over asyncmy.
+def arguments_of_engine(engine: UserEngine, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of aiomysql's ``connect`` for the options of an engine that uses asyncmy.
 
-    Raises :class:`ConfigurationError` for an option that aiomysql does not have, or reads in another way.
+    Raises :class:`ConfigurationError` for an option that aiomysql does not have, or interprets differently.
     """
     arguments: dict[str, Any] = {}
     for name, value in options.items():
@@ -76,20 +76,20 @@ def arguments_of_engine(engine: GivenEngine, options: Mapping[str, Any]) -> dict
 
 
 def url_of(dialect: str, arguments: Mapping[str, Any]) -> str:
-    """A URL without user and password, to name the place in errors."""
+    """Return a URL without user and password, for errors and logs."""
     host, socket = arguments.get("host", "localhost"), arguments.get("unix_socket")
-    place = "" if socket else f"{host}:{arguments.get('port', DEFAULT_PORT)}"
-    return f"{dialect}://{place}/{arguments.get('db', '')}" + (f"?unix_socket={socket}" if socket else "")
+    address = "" if socket else f"{host}:{arguments.get('port', DEFAULT_PORT)}"
+    return f"{dialect}://{address}/{arguments.get('db', '')}" + (f"?unix_socket={socket}" if socket else "")
 
 
-def _context_of_engine(engine: GivenEngine, options: Any) -> ssl.SSLContext | None:
-    """The TLS context as asyncmy makes it of ``ssl=True``, or of the options of a dict."""
-    given: dict[str, Any] = {} if options is True else dict(options)
-    checks_host = given.pop("check_hostname", True)
-    mode = "REQUIRED" if "ca" not in given else "VERIFY_IDENTITY" if checks_host else "VERIFY_CA"
-    if unknown := given.keys() - {"ca", "cert", "key"}:
-        raise engine.refusal(f"the TLS options {', '.join(sorted(unknown))} (an ssl.SSLContext may have them)")
-    return _ssl_context(engine.shard, {"ssl_mode": mode, **{f"ssl_{name}": text for name, text in given.items()}})
+def _context_of_engine(engine: UserEngine, options: Any) -> ssl.SSLContext | None:
+    """Create the TLS context that asyncmy would create for ``ssl=True``, or for a dict of options."""
+    remaining: dict[str, Any] = {} if options is True else dict(options)
+    checks_host = remaining.pop("check_hostname", True)
+    mode = "REQUIRED" if "ca" not in remaining else "VERIFY_IDENTITY" if checks_host else "VERIFY_CA"
+    if unknown := remaining.keys() - {"ca", "cert", "key"}:
+        raise engine.refusal(f"the TLS options {', '.join(sorted(unknown))} (use an ssl.SSLContext instead)")
+    return _ssl_context(engine.shard, {"ssl_mode": mode, **{f"ssl_{name}": text for name, text in remaining.items()}})
 
 
 def dialect_of(url: str) -> str:
@@ -98,9 +98,9 @@ def dialect_of(url: str) -> str:
 
 
 def where(url: str | None) -> str:
-    """The parts of a URL that may be shown: neither user nor password. ``None`` is the given pool."""
+    """Return the parts of a URL that may be shown, without user and password. ``None`` is the user-supplied pool."""
     if url is None:
-        return "the given pool"
+        return "the user-supplied pool"
     parts = urlsplit(url)
     socket = dict(parse_qsl(parts.query)).get("unix_socket")
     database = parts.path.removeprefix("/")
@@ -113,7 +113,7 @@ def _port(shard: str, url: str) -> int:
     try:
         return urlsplit(url).port or DEFAULT_PORT
     except ValueError as error:
-        raise ConfigurationError(f"shard {shard!r} has a URL with a bad port: {error}") from error
+        raise ConfigurationError(f"shard {shard!r} has a URL with an invalid port: {error}") from error
 
 
 def _seconds(shard: str, text: str) -> float:
@@ -129,7 +129,7 @@ def _seconds(shard: str, text: str) -> float:
 
 
 def _ssl_context(shard: str, options: Mapping[str, str]) -> ssl.SSLContext | None:
-    """The TLS context, as MySQL's own clients read these options: with ``ssl_ca`` alone the mode is VERIFY_CA."""
+    """Create the TLS context. The options have the same meaning as in MySQL's clients: ``ssl_ca`` implies VERIFY_CA."""
     default = "VERIFY_CA" if "ssl_ca" in options else "REQUIRED" if "ssl_cert" in options else "DISABLED"
     mode = options.get("ssl_mode", default).upper()
     if mode not in SSL_MODES:
@@ -137,8 +137,8 @@ def _ssl_context(shard: str, options: Mapping[str, str]) -> ssl.SSLContext | Non
             f"shard {shard!r} has a URL with ssl_mode={options['ssl_mode']!r}; expected one of {', '.join(SSL_MODES)}"
         )
     if mode == "DISABLED":
-        if given := [name for name in ("ssl_ca", "ssl_cert", "ssl_key") if name in options]:
-            raise ConfigurationError(f"shard {shard!r} has a URL with ssl_mode=DISABLED and {', '.join(given)}")
+        if unused := [name for name in ("ssl_ca", "ssl_cert", "ssl_key") if name in options]:
+            raise ConfigurationError(f"shard {shard!r} has a URL with ssl_mode=DISABLED and {', '.join(unused)}")
         return None
     try:
         context = ssl.create_default_context(cafile=options.get("ssl_ca"))

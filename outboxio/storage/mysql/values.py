@@ -1,4 +1,4 @@
-"""How values are written for MySQL and MariaDB, and how rows are read."""
+"""Conversion of values for MySQL and MariaDB, and of rows."""
 
 from __future__ import annotations
 
@@ -16,44 +16,44 @@ from outboxio.support.text import UTF8MB3, UTF_8, TextEncoding, encoding_named
 
 
 class Row(tuple[Any, ...]):
-    """A row with columns by index and by name, as rows of the drivers for PostgreSQL and SQLite."""
+    """A row with columns by index and by name, like the rows of PostgreSQL and SQLite drivers."""
 
-    _places: Mapping[str, int]
+    _positions: Mapping[str, int]
 
     def __getitem__(self, key: Any) -> Any:
-        return super().__getitem__(self._places[key] if isinstance(key, str) else key)
+        return super().__getitem__(self._positions[key] if isinstance(key, str) else key)
 
     def keys(self) -> list[str]:
-        """The names of the columns, in order."""
-        return list(self._places)
+        """Return the names of the columns, in order."""
+        return list(self._positions)
 
 
 def as_rows(names: Sequence[str], rows: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """Rows of a result. Of columns with the same name, the name is the first column."""
+    """Convert the rows of a result. A duplicate column name refers to the first such column."""
     if not rows:
         return []
-    kind = _kind_of_row(tuple(names))
-    return [kind(row) for row in rows]
+    row_class = _row_class(tuple(names))
+    return [row_class(row) for row in rows]
 
 
-@lru_cache(maxsize=1024)  # to make a class takes longer than to read a row
-def _kind_of_row(names: tuple[str, ...]) -> Any:
-    places: dict[str, int] = {}
-    for place, name in enumerate(names):
-        places.setdefault(name, place)
-    return type("Row", (Row,), {"_places": places})
+@lru_cache(maxsize=1024)  # creating a class takes longer than reading a row
+def _row_class(names: tuple[str, ...]) -> Any:
+    positions: dict[str, int] = {}
+    for position, name in enumerate(names):
+        positions.setdefault(name, position)
+    return type("Row", (Row,), {"_positions": positions})
 
 
 Escape = Callable[[str], str]
 
-NO_BACKSLASH_ESCAPES = 1 << 9  # of the protocol, in a session's status
+NO_BACKSLASH_ESCAPES = 1 << 9  # flag in the session status of the protocol
 
-_AS_THEY_ARE = {str, int, float, bytes, type(None)}
+_PLAIN = {str, int, float, bytes, type(None)}
 
 
 def as_value(value: Any) -> Any:
-    """A value of the application as the driver takes it: moments in UTC, UUIDs as text, enum members as the value."""
-    if type(value) in _AS_THEY_ARE:
+    """Convert a user-supplied value for the driver: datetimes to UTC, UUIDs to text, enum members to their value."""
+    if type(value) in _PLAIN:
         return value
     match value:
         case UUID():
@@ -67,10 +67,10 @@ def as_value(value: Any) -> Any:
 
 
 def escape_of(connection: Any) -> Escape:
-    """The function that writes a text as a literal for this session: it doubles quotes, and escapes backslashes.
+    """Return the function that quotes a text as a literal for this session: it doubles quotes and escapes backslashes.
 
-    No further character has a meaning within single quotes. The driver also escapes control characters, for people who
-    read logs, and takes five times as long.
+    No other character is special within single quotes. The driver also escapes control characters, to make logs
+    readable, and takes five times as long.
     """
     return _doubling_quotes if connection.server_status & NO_BACKSLASH_ESCAPES else _escaping_backslashes
 
@@ -84,19 +84,19 @@ def _doubling_quotes(text: str) -> str:
 
 
 _CODECS = {"utf8mb3": UTF8MB3, "utf8": UTF8MB3, "latin1": "cp1252"}
-"""The codecs of Python that have a different name than the character set of MySQL."""
+"""Python's codecs whose names differ from MySQL's character sets."""
 
 
 def encoding_of_charset(name: str) -> TextEncoding:
-    """The characters of a character set."""
+    """Look up the encoding of a character set."""
     return UTF_8 if name == "utf8mb4" else encoding_named(name, _CODECS.get(name, name))
 
 
 def as_json(values: Iterable[Any]) -> str:
-    """A list as a JSON text for JSON_TABLE."""
+    """Encode a list as JSON text, for JSON_TABLE."""
     return msgspec.json.encode(list(values)).decode()
 
 
-def as_moment(moment: datetime) -> str:
-    """A moment within such a list."""
-    return naive_utc(moment).isoformat(" ", "microseconds")
+def as_timestamp(at: datetime) -> str:
+    """Format a timestamp within such a list."""
+    return naive_utc(at).isoformat(" ", "microseconds")

@@ -1,4 +1,4 @@
-"""The columns of our tables. Each INSERT, each SELECT and each mapping to values takes the list from here."""
+"""The columns of the tables, from which all INSERTs, SELECTs and mappings are derived."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ OF_EVENT = {
 
 
 def selected(columns: Sequence[str]) -> str:
-    """The columns of ``n`` in order. JSON is read as text, because an application may have set a codec for JSON."""
+    """Return the columns of ``n`` in order. JSON is read as text, because your application may set a JSON codec."""
     return ", ".join(f"n.{c}::text" if c in JSON else f"n.{c}" for c in columns)
 
 
 def _context() -> str:
-    """All fields of :class:`Context` as one column: the driver decodes a column slower than the server makes this.
+    """Return :class:`Context` as one JSON array, which the server builds faster than the driver decodes columns.
 
-    JSON documents are text within the array, so that a document with too many levels makes only itself unreadable.
+    JSON documents are text within the array, so a document that is nested too deeply affects only itself.
     """
     return f"json_build_array({selected(Context.__struct_fields__)})::text"
 
 
 def _micros(column: str) -> str:
-    """A moment in microseconds; NULL for infinity and for years beyond 9999, which Python cannot represent."""
+    """Return a timestamp in microseconds; NULL for infinity and for years beyond 9999, which Python does not have."""
     number = f"(date_part('epoch', n.{column}) * 1000000)::bigint"
     return f"CASE WHEN n.{column} BETWEEN '0001-01-01' AND '9999-12-31 23:59:59.999999' THEN {number} END"
 
@@ -52,18 +52,18 @@ DUE_COLUMNS = f"""{selected(("id", "handler_name", "event_type", "payload", "sta
 
 
 def partition_of(key: str, event_id: str, number: str) -> str:
-    """The partition among ``number`` partitions: by the hash of the ordering key, or of the event's id without a key.
+    """Return the partition among ``number`` partitions: a hash of the ordering key, or of the event's id without a key.
 
-    The mask makes the hash positive, because ``abs`` fails for the smallest number. Each name has its schema, because
-    actions run with the ``search_path`` of the application.
+    The mask makes the hash positive, because ``abs`` fails for the smallest integer. All names are schema-qualified,
+    because actions run with the ``search_path`` of your application.
     """
     hashed = f'pg_catalog.hashtextextended(coalesce({key}, {event_id}::pg_catalog.text) COLLATE pg_catalog."C", 0)'
     positive = f"({hashed} OPERATOR(pg_catalog.&) 9223372036854775807)"
     return f"({positive} OPERATOR(pg_catalog.%) {number}::bigint)::smallint"
 
 
-#: The partition to which a row belongs now, for a row ``n`` that is made due again. The server evaluates the first
-#: question once per statement, so that a row costs nothing where all handlers have a single partition.
+#: The current partition of a row ``n`` that is made due again. The server evaluates the first condition once per
+#: statement, so rows cost nothing extra while all handlers have a single partition.
 PARTITION_NOW = f"""
 CASE WHEN EXISTS (SELECT FROM eventlog.handler_partitions WHERE partitions > 1) THEN coalesce((
   SELECT {partition_of("n.ordering_key", "n.event_id", "p.partitions")} FROM eventlog.handler_partitions p
@@ -74,14 +74,14 @@ ELSE 0::smallint END
 
 # --- encodings -------------------------------------------------------------------------------------
 #
-# The encodings of PostgreSQL. No driver is imported.
+# This section imports no driver.
 
 _CODECS = {"KOI8R": "koi8-r", "KOI8U": "koi8-u"}
-"""The codecs of Python that have a different name than the encoding of PostgreSQL."""
+"""Python's codecs whose names differ from PostgreSQL's encodings."""
 
 
 def encoding_called(name: str | None) -> TextEncoding:
-    """The encoding with this name in ``server_encoding`` or ``client_encoding``."""
+    """Look up an encoding by its name in ``server_encoding`` or ``client_encoding``."""
     if name is None or name in ("UTF8", "SQL_ASCII"):  # SQL_ASCII stores the bytes of the client as they are
         return UTF_8
     return encoding_named(name, _CODECS.get(name, name.replace("WIN", "cp")))

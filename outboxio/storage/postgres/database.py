@@ -1,4 +1,4 @@
-"""A PostgreSQL database: the pool of the actions, the connections of the loops, and NOTIFY."""
+"""A PostgreSQL database: the connection pool of the actions, the connections of the loops, and NOTIFY."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from urllib.parse import urlsplit
 from outboxio.loops.owner import EventLoopGuard
 from outboxio.model.action import cause_chain
 from outboxio.model.payloads.fields import kept_by_numeric
-from outboxio.storage.connections.driver import DEFAULT_LIMITS, FAREWELL_TIMEOUT, Limits, ServerCalls
+from outboxio.storage.connections.driver import CLOSE_TIMEOUT, DEFAULT_LIMITS, Limits, ServerCalls
 from outboxio.storage.connections.identity import Identity
-from outboxio.storage.connections.loop_connection import LoopSource, OnlyReads
-from outboxio.storage.connections.pool import GiveBack, GivenPool, Occupancy, PoolAccess
+from outboxio.storage.connections.loop_connection import LoopSource, ServerIsReadOnly
+from outboxio.storage.connections.pool import GiveBack, Occupancy, PoolAccess, UserPool
 from outboxio.storage.connections.server import ServerDatabase
 from outboxio.storage.connections.threaded_lock import ThreadedLock
 from outboxio.storage.connections.watch import Watch
-from outboxio.storage.engines.given_engine import GivenEngine
+from outboxio.storage.engines.user_engine import UserEngine
 from outboxio.storage.postgres import errors
 from outboxio.storage.postgres.connection import (
     LoopConnection,
@@ -40,21 +40,21 @@ from outboxio.storage.postgres.ordering import PostgresOrdering
 from outboxio.storage.postgres.port import PostgresPort
 from outboxio.storage.postgres.schema import PostgresSchema
 from outboxio.storage.postgres.server_info import (
-    LOCK_ROOM,
-    ONLY_READS,
+    LOCK_CAPACITY,
+    READ_ONLY_REASON,
+    accepts_writes,
     identity_of,
+    is_read_only_server,
     is_standby,
-    only_reads,
     refuse_codecs,
     session_of,
     sessions_of,
-    writes,
 )
 from outboxio.storage.postgres.session import ENDING_TIMEOUT, PostgresSession
 from outboxio.storage.protocols import LONGEST_SILENCE
 from outboxio.storage.tables import Tables
-from outboxio.storage.tables.walks import Bounds
-from outboxio.support.aio import TimeLimit, to_the_end
+from outboxio.storage.tables.scans import Bounds
+from outboxio.support.aio import TimeLimit, run_to_completion
 from outboxio.support.log import log_of
 from outboxio.support.text import TextEncoding
 
@@ -62,11 +62,11 @@ if TYPE_CHECKING:
     import asyncpg
 
     from outboxio.storage.engines.unit import Unit
-    from outboxio.storage.postgres.resetting import ResetsItself
+    from outboxio.storage.postgres.resetting import ResettingConnection
 
 logger = log_of(__name__)
 
-NOTIFY_TIMEOUT = 2.0  # seconds: NOTIFY shares its session with the heartbeat and must not delay it, nor the shutdown
+NOTIFY_TIMEOUT = 2.0  # seconds: NOTIFY shares a session with the heartbeat, and must delay neither it nor the shutdown
 
 # Without parameters, so that the statement is a single message (see LoopConnection).
 NOTIFY = "NOTIFY {}, {}"
@@ -75,13 +75,13 @@ NOW = "SELECT pg_catalog.timezone('UTC', pg_catalog.clock_timestamp())"
 
 
 async def hang_up(connection: Any) -> None:
-    await connection.close(timeout=FAREWELL_TIMEOUT)
+    await connection.close(timeout=CLOSE_TIMEOUT)
 
 
 def where(url: str | None) -> str:
-    """The address without the password."""
+    """Return the parts of a URL that may be shown, without user and password. ``None`` is the user-supplied pool."""
     if url is None:
-        return "the given pool"
+        return "the user-supplied pool"
     parts = urlsplit(url)
     return f"{parts.netloc.rpartition('@')[2] or 'the local socket'}{parts.path}"
 
@@ -91,7 +91,7 @@ CALLS = ServerCalls(is_usable, hang_up, drop, methodcaller("waits_for"), session
 
 class PostgresDatabase(ServerDatabase[LoopConnection], Tables):
     dialect = "postgres"
-    _place_of = staticmethod(where)
+    _address_of = staticmethod(where)
     _size_option = "max_size"
     stores_nul = False
     sends_text = True
@@ -101,7 +101,7 @@ class PostgresDatabase(ServerDatabase[LoopConnection], Tables):
     def __init__(
         self,
         name: str,
-        source: str | GivenEngine | asyncpg.Pool[Any],
+        source: str | UserEngine | asyncpg.Pool[Any],
         direct_url: str | None = None,
         *,
         driver: str = "asyncpg",
@@ -113,8 +113,8 @@ class PostgresDatabase(ServerDatabase[LoopConnection], Tables):
         self._connect_errors = errors.connecting()
         super().__init__(name, source, direct_url, CALLS, guard=guard, limits=limits)
         self._plans = Plans()
-        self._begin_anew()
-        self._guard.when_taken_over(self._begin_anew)
+        self._reset()
+        self._guard.when_taken_over(self._reset)
         self._lock_session: LockSession | None = None
         self.events = PostgresEvents(self._fanout, self._admin)
         self.notifications = PostgresNotifications(self._find, self._settle)
@@ -123,22 +123,22 @@ class PostgresDatabase(ServerDatabase[LoopConnection], Tables):
         Tables.__init__(self, name, bounds, *map(PostgresPort, (self._admin, self._find, self._settle, self._jobs)))
         self.schema = PostgresSchema(self._admin, name)
 
-    def _begin_anew(self) -> None:
-        """Start with an empty time limit on the new event loop."""
+    def _reset(self) -> None:
+        """Start a new time limit for the new event loop."""
         limit = self._answer_limit = TimeLimit(self._limits.statement_timeout)
         self._make_session = partial(PostgresSession, is_ours=self._url is not None, limit=limit, plans=self._plans)
 
     def wrap(self, connection: Any) -> PostgresSession | None:
-        given = as_asyncpg(connection, begins=True)
-        return None if given is None else PostgresSession(given)
+        adapted = as_asyncpg(connection, begins=True)
+        return None if adapted is None else PostgresSession(adapted)
 
-    async def require_own(self, connection: Any) -> None:
-        given, pool = underlying(connection), self._pool
-        # The given pool may have no second connection for the question, so its connections count as right without a
-        # check.
-        is_of_pool = pool is not None and getattr(given, "_pool_holder", None) in pool._holders
-        if not is_of_pool and all(given is not underlying(each) for each in self._ours.used):
-            await self._own.require(given, lambda: identity_of(as_asyncpg(connection)))
+    async def require_same_database(self, connection: Any) -> None:
+        raw, pool = underlying(connection), self._pool
+        # Connections of the user-supplied pool are accepted without a check: the pool may have no second connection to
+        # compare with.
+        is_of_pool = pool is not None and getattr(raw, "_pool_holder", None) in pool._holders
+        if not is_of_pool and all(raw is not underlying(each) for each in self._action_pool.used):
+            await self._verifier.require(raw, lambda: identity_of(as_asyncpg(connection)))
 
     async def _identity_of(self, connection: Any) -> Identity:
         return await identity_of(connection)
@@ -147,8 +147,8 @@ class PostgresDatabase(ServerDatabase[LoopConnection], Tables):
         self, session: LoopConnection, owner: str, channel: str | None, heartbeat: float
     ) -> PostgresClusterLock:
         silence = str(round(heartbeat * LONGEST_SILENCE * 1000))
-        # A settlement with events is a transaction of several statements. A process that freezes between two statements
-        # must not keep lease rows locked, because a new holder raises the terms of these rows.
+        # A settlement with events is a transaction of several statements. A process that freezes between two of them
+        # must not keep lease rows locked, because the next holder increments the terms of these rows.
         self._settle.set("idle_in_transaction_session_timeout", silence)
         session.set("idle_session_timeout", silence)
         return PostgresClusterLock(session, owner, channel, max(heartbeat, 1.0))
@@ -162,9 +162,7 @@ class PostgresDatabase(ServerDatabase[LoopConnection], Tables):
     async def notify(self, channel: str, payload: str) -> None:
         notify = NOTIFY.format(channel, quoted(payload))
         if self._lock_session is not None and self._lock_session.is_open:
-            with suppress(
-                ConnectionResetError, *errors.named("Interface")
-            ):  # the session is being closed, or has just ended
+            with suppress(ConnectionResetError, *errors.named("Interface")):  # the session is closing or closed
                 await self._lock_session.execute(notify, timeout=NOTIFY_TIMEOUT)
                 return
         if self._engine is not None:
@@ -179,15 +177,15 @@ class PostgresDatabase(ServerDatabase[LoopConnection], Tables):
             raise
         finally:
             if (giving := give_back(connection)) is not None:
-                await to_the_end(giving)
+                await run_to_completion(giving)
 
     async def now(self) -> datetime:
-        moment: datetime = (await self._admin.fetch(NOW))[0][0]
-        return moment
+        now: datetime = (await self._admin.fetch(NOW))[0][0]
+        return now
 
-    async def lock_room(self) -> int | None:
-        room: int = (await self._admin.fetch(LOCK_ROOM))[0][0]
-        return room
+    async def lock_capacity(self) -> int | None:
+        capacity: int = (await self._admin.fetch(LOCK_CAPACITY))[0][0]
+        return capacity
 
     async def _session_number(self, connection: Any, *, in_transaction: bool = False) -> int:
         async with connection.transaction() if in_transaction else nullcontext():
@@ -201,15 +199,15 @@ class PostgresDatabase(ServerDatabase[LoopConnection], Tables):
     async def check_connections(self) -> None:
         if self._engine is not None:
             await self._refuse_codecs(await self._connect_by_engine(self._engine), hang_up)
-        elif self._given is not None:
-            await self._refuse_codecs(await self._reaching(None, self._given.acquire), self._given.release)
+        elif self._user_pool is not None:
+            await self._refuse_codecs(await self._reaching(None, self._user_pool.acquire), self._user_pool.release)
 
     async def _refuse_codecs(self, connection: Any, close: Callable[[Any], Coroutine[Any, Any, None]]) -> None:
         try:
             async with asyncio.timeout(self._limits.statement_timeout):
                 await self._reaching(None, lambda: refuse_codecs(connection, self.name))
         finally:
-            await to_the_end(close(connection))
+            await run_to_completion(close(connection))
 
     is_transient = staticmethod(errors.is_transient)
     refuses_value = staticmethod(errors.refuses_value)
@@ -224,8 +222,8 @@ class PostgresDatabase(ServerDatabase[LoopConnection], Tables):
         def occupancy() -> Occupancy:
             return Occupancy(pool.get_size() - pool.get_idle_size(), pool.get_max_size())
 
-        identities = self._driver_connections.Identities(pool, give_back_within=ENDING_TIMEOUT)
-        return PoolAccess(identities.acquire, identities.release, lambda: pool.get_idle_size() > 0, occupancy)
+        restorer = self._driver_connections.RoleRestorer(pool, release_timeout=ENDING_TIMEOUT)
+        return PoolAccess(restorer.acquire, restorer.release, lambda: pool.get_idle_size() > 0, occupancy)
 
     def _session_of_unit(self, unit: Unit) -> PostgresSession:
         from outboxio.storage.postgres.engine_session import UnitSession
@@ -234,60 +232,59 @@ class PostgresDatabase(ServerDatabase[LoopConnection], Tables):
 
     async def _explain(self, session: PostgresSession, error: BaseException) -> Exception | None:
         causes = list(cause_chain(error))
-        self._plans.heed(causes)
+        self._plans.record(causes)
         if not isinstance(error, Exception):
             return None
         drivers = causes if session.unit is not None else [error]  # SQLAlchemy wraps the errors of the driver
-        explained = (self._explained(session, cause) for cause in drivers if isinstance(cause, Exception))
-        return next(filter(None, explained), None)
+        translated = (self._translated(session, cause) for cause in drivers if isinstance(cause, Exception))
+        return next(filter(None, translated), None)
 
-    def _explained(self, session: PostgresSession, error: Exception) -> Exception | None:
-        """An error of outboxio to raise in place of the driver's error; ``None`` to keep the driver's error."""
+    def _translated(self, session: PostgresSession, error: Exception) -> Exception | None:
+        """Return the error to raise instead of the driver's error; ``None`` to keep the driver's error."""
         connection = session.driver
-        if errors.is_read_only(error) and not writes(
-            connection
-        ):  # if the server writes, the action itself has begun a read-only transaction
+        # If the server accepts writes, the action itself began a read-only transaction.
+        if errors.is_read_only(error) and not accepts_writes(connection):
             session.discard()
-            self._ours.renew()
-            return self._connections.does_not_write(error, gives_up=False)
+            self._action_pool.renew()
+            return self._connections.not_writable(error, is_final=False)
         why = None
         if self._url is not None:
-            why = self._connections.why_given_up(connection)
-            if only_reads(connection):  # the action may have replaced or swallowed the refusal
-                self._ours.renew()
-        if session.is_late:
+            why = self._connections.why_dropped(connection)
+            if is_read_only_server(connection):  # the action may have replaced or suppressed the error
+                self._action_pool.renew()
+        if session.has_timed_out:
             why = f"no answer within {self._limits.statement_timeout:g} s"
         return self._connections.unavailable(why) if why is not None and errors.is_unreachable(error) else None
 
     async def _check_out(self) -> tuple[Any, GiveBack]:
-        if self._given is not None:
-            return await self._reaching(None, self._given.acquire), partial(_give_back, self._given)
-        connection = await self._reaching(self._url, self._ours.acquire)
+        if self._user_pool is not None:
+            return await self._reaching(None, self._user_pool.acquire), partial(_release, self._user_pool)
+        connection = await self._reaching(self._url, self._action_pool.acquire)
         if connection.refusals != self._plans.refusals:
             await self._plans.renew(connection)
         connection.is_reset = False
         if self._watch is not None:
             self._watch.begin()
-        return connection, self._give_back_ours
+        return connection, self._release_ours
 
-    def _give_back_ours(self, connection: ResetsItself) -> Coroutine[Any, Any, None] | None:
+    def _release_ours(self, connection: ResettingConnection) -> Coroutine[Any, Any, None] | None:
         if not connection.is_reset and not connection.is_closed():
-            return self._reset_and_give_back(connection)
-        self._ours.release(connection)
+            return self._reset_and_release(connection)
+        self._action_pool.release(connection)
         return None
 
-    async def _reset_and_give_back(self, connection: ResetsItself) -> None:
+    async def _reset_and_release(self, connection: ResettingConnection) -> None:
         try:
             await connection.reset(timeout=ENDING_TIMEOUT)
         except Exception as error:
-            # The action has already ended: an error of the reset must not change the result.
-            logger.warning("a connection could not be reset, the pool opens another in its place: %s", error)
+            # The action has finished: an error of the reset must not change its result.
+            logger.warning("connection could not be reset; the pool will open a new one: %s", error)
             connection.terminate()
         finally:
-            self._ours.release(connection)
+            self._action_pool.release(connection)
 
-    async def _connect_to_ask(self, url: str) -> Any:
-        return await self._driver_connections.connect_to_ask(url, timeout=self._limits.connect_timeout)
+    async def _connect_for_watch(self, url: str) -> Any:
+        return await self._driver_connections.connect_for_checks(url, timeout=self._limits.connect_timeout)
 
     async def _connect_for_actions(self) -> Any:
         connection = await self._open(
@@ -296,23 +293,23 @@ class PostgresDatabase(ServerDatabase[LoopConnection], Tables):
         )  # fmt: skip
         if is_standby(connection):
             await hang_up(connection)
-            raise self._connections.does_not_write(OnlyReads(ONLY_READS), gives_up=False)
+            raise self._connections.not_writable(ServerIsReadOnly(READ_ONLY_REASON), is_final=False)
         return connection
 
     async def _connect(self) -> Any:
-        """A connection for a loop: a new connection if a URL is known, otherwise a connection of the given pool."""
+        """Return a connection for a loop: a new one if there is a URL, otherwise one of the user-supplied pool."""
         if self._direct_url is None:
             if self._engine is not None:
                 return await self._connect_by_engine(self._engine)
-            assert self._given is not None
-            return await self._reaching(None, self._given.acquire)
+            assert self._user_pool is not None
+            return await self._reaching(None, self._user_pool.acquire)
         url = self._direct_url
         connect = self._driver_connections.connect_for_loops
         return await self._reaching(url, lambda: self._open(url, self._loop_watch, connect))
 
-    async def _connect_by_engine(self, engine: GivenEngine) -> Any:
+    async def _connect_by_engine(self, engine: UserEngine) -> Any:
         async def connect() -> Any:
-            return await self._driver_connections.for_loops(await engine.open())
+            return await self._driver_connections.adapt_for_loops(await engine.open())
 
         return await self._reaching(None, connect)
 
@@ -323,7 +320,7 @@ class PostgresDatabase(ServerDatabase[LoopConnection], Tables):
         connection = await connect(url, timeout=limit, **options)
         try:
             if watch is not None:
-                watch.knows(connection, await session_of(connection, limit))
+                watch.register(connection, await session_of(connection, limit))
         except BaseException:
             connection.terminate()
             raise
@@ -331,10 +328,10 @@ class PostgresDatabase(ServerDatabase[LoopConnection], Tables):
 
 
 class LockSession:
-    """The session with the cluster locks, for statements that do not concern the locks."""
+    """The session that holds the cluster locks, for statements that are unrelated to the locks."""
 
     def __init__(self, session: LoopConnection, lock: ThreadedLock | None) -> None:
-        """``lock``: the lock with the thread in which the session lives; ``None`` if the session lives in no thread."""
+        """``lock``: the lock whose thread runs the session; ``None`` if the session runs on the event loop."""
         self._session = session
         self._lock = lock
 
@@ -351,10 +348,10 @@ class LockSession:
         await (execute_there() if self._lock is None else self._lock.in_thread(execute_there))
 
 
-async def _give_back(given: GivenPool, connection: Any) -> None:
-    """Give a connection back to a given pool."""
+async def _release(pool: UserPool, connection: Any) -> None:
+    """Release a connection to the user-supplied pool."""
     try:
-        await given.release(connection)
+        await pool.release(connection)
     except Exception as error:
-        # The action has already ended: an error of the pool must not change the result.
-        logger.warning("a connection could not be reset, the pool opens another in its place: %s", error)
+        # The action has finished: an error of the pool must not change its result.
+        logger.warning("connection could not be reset; the pool will open a new one: %s", error)

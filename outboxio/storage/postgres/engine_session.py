@@ -1,4 +1,4 @@
-"""A transaction on a connection out of an engine of SQLAlchemy, which begins and ends the transaction."""
+"""Transactions on connections of a SQLAlchemy engine. SQLAlchemy begins and ends them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class UnitSession(PostgresSession):
         await self._start(_Transaction(self._unit, getattr(self._connection, "begin", None)))
         if not self._connection.is_in_transaction():
             raise ConfigurationError(
-                "the engine has isolation_level='AUTOCOMMIT', in which no transaction begins; make the engine with "
+                "the engine has isolation_level='AUTOCOMMIT', which begins no transaction; create the engine with "
                 "another isolation level"
             )
 
@@ -50,10 +50,10 @@ class UnitSession(PostgresSession):
 
 
 class _Transaction:
-    """The transaction of SQLAlchemy, in the shape of a transaction of asyncpg."""
+    """SQLAlchemy's transaction, with the methods of an asyncpg transaction."""
 
     def __init__(self, unit: Unit, begin: Callable[[], Awaitable[None]] | None) -> None:
-        """``begin``: of a connection of psycopg."""
+        """``begin``: the ``begin`` method of a psycopg connection."""
         self._unit = unit
         self._begin = begin
         self.commit = unit.commit
@@ -63,6 +63,6 @@ class _Transaction:
         await self._unit.begin(self._send_begin)
 
     async def _send_begin(self, connection: Any) -> None:
-        """Send BEGIN now, with the isolation level of the engine: SQLAlchemy itself begins with its first statement."""
+        """Send BEGIN now, with the engine's isolation level. SQLAlchemy itself delays it until the first statement."""
         begin = self._begin or connection.connection.dbapi_connection._start_transaction
         await begin()

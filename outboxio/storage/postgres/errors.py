@@ -1,4 +1,4 @@
-"""The meaning of PostgreSQL's errors, by SQLSTATE and never by text."""
+"""Classification of PostgreSQL errors, by SQLSTATE and never by text."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from outboxio.errors import DatabaseUnavailable
 
 
 def named(*names: str) -> tuple[type[Exception], ...]:
-    """The errors with these names, for ``except``; psycopg's names are without ``Error``.
+    """Return the exception classes with these names, for ``except``. psycopg's names have no suffix ``Error``.
 
-    Only of the drivers in use: outboxio imports no other driver.
+    Only loaded drivers are searched; no driver is imported.
     """
     modules: list[Any] = [sys.modules.get("asyncpg.exceptions"), sys.modules.get("psycopg.errors")]
-    wanted = {each for name in names for each in (name, f"{name}Error")}
-    return tuple(cls for module in modules for name in wanted if (cls := getattr(module, name, None)) is not None)
+    variants = {each for name in names for each in (name, f"{name}Error")}
+    return tuple(cls for module in modules for name in variants if (cls := getattr(module, name, None)) is not None)
 
 
 def untranslatable() -> tuple[type[Exception], ...]:
-    """The errors for a character that the database cannot store; psycopg encodes texts for the connection itself."""
+    """Return the exceptions for a character that the database cannot store. psycopg encodes texts itself."""
     return (*named("UntranslatableCharacter"), UnicodeEncodeError)
 
 
 def connecting() -> tuple[type[Exception], ...]:
-    """The errors of a driver that cannot connect."""
+    """Return the exceptions of a driver that cannot connect."""
     return (OSError, OverflowError, *named("Postgres", "Interface", "InternalClient", "Error"))
 
 
 def _state(error: BaseException) -> str | None:
-    """The SQLSTATE; ``None`` if the driver itself has raised the error."""
+    """Return the SQLSTATE; ``None`` for errors of the driver itself."""
     return getattr(error, "sqlstate", None)
 
 
@@ -42,15 +42,15 @@ def _is_of_psycopg(error: BaseException) -> bool:
 
 # --- outdated statements ---------------------------------------------------------------------------
 #
-# Prepared statements that a change of a table has made invalid.
+# Prepared statements become invalid when a table changes.
 #
-# asyncpg prepares a statement once per connection. After ``ALTER TABLE`` the server refuses the prepared statement if
-# the columns changed: once per statement and connection. So the first refusal makes all connections of a shard drop all
-# prepared statements: each connection does so at the next checkout.
+# asyncpg prepares a statement once per connection. After ``ALTER TABLE``, the server rejects the prepared statement if
+# its columns changed: once per statement and connection. So after the first rejection, every connection of the shard
+# drops all of its prepared statements at its next checkout.
 
-# InvalidSqlStatementName follows a DISCARD or DEALLOCATE that the application has sent.
+# InvalidSqlStatementName follows a DISCARD or DEALLOCATE of your application.
 _NO_SUCH_STATEMENT = "26000"
-_CHANGED_RESULT = "RevalidateCachedQuery"  # the function of the server that refuses a statement for its columns
+_CHANGED_RESULT = "RevalidateCachedQuery"  # the function in the server that rejects a statement for its columns
 
 
 def is_outdated(error: BaseException) -> bool:
@@ -64,18 +64,18 @@ def is_outdated(error: BaseException) -> bool:
 
 
 class Plans:
-    """The refused prepared statements of one shard."""
+    """Counts the rejected prepared statements of one shard."""
 
     def __init__(self) -> None:
         self.refusals = 0
-        """How often a server refused an outdated prepared statement."""
+        """How often a server rejected an outdated prepared statement."""
 
-    def heed(self, errors: Iterable[BaseException]) -> None:
-        """Count the errors that an outdated prepared statement has caused."""
+    def record(self, errors: Iterable[BaseException]) -> None:
+        """Count a failure if an outdated prepared statement caused it."""
         self.refusals += any(map(is_outdated, errors))
 
     async def renew(self, connection: Any) -> None:
-        """Drop the prepared statements of a connection that has not taken all refusals into account."""
+        """Drop the prepared statements of a connection that predates the latest rejection."""
         connection.refusals = self.refusals
         await connection.reload_schema_state()
 
@@ -95,11 +95,11 @@ def is_transient(error: BaseException) -> bool:
 
 
 def refuses_value(error: BaseException) -> bool:
-    """True if the same value would be refused again.
+    """True if the same value would be rejected again.
 
     - Class 22, data exception: NUL, a lone surrogate, a text that is too long.
-    - Class 54, program limit: a row that is too big.
-    - Class 23, a constraint, and P0001, an error from a trigger: the application has added them to a table of outboxio.
+    - Class 54, program limit exceeded: a row that is too big.
+    - Class 23, a constraint, and P0001, an error from a trigger, which someone has added to a table of outboxio.
     """
     if (state := _state(error)) is not None:
         return state[:2] in ("22", "23", "54") or state == "P0001"
@@ -111,14 +111,14 @@ def is_unreachable(error: BaseException) -> bool:
         return state[:2] == "08" or state in _SHUTTING_DOWN or is_read_only(error)
     if isinstance(error, DatabaseUnavailable):
         return True
-    # InternalClientError: the driver has lost its place in the protocol, and closes the connection. The first statement
-    # after the server has ended the session raises it, as long as the socket is open.
+    # InternalClientError: the driver is out of sync with the protocol, and closes the connection. It is raised by the
+    # first statement after the server ended the session, while the socket is still open.
     lost: tuple[type[Exception], ...] = (OSError, *named("Interface", "InternalClient", "OperationalError"))
     return isinstance(error, lost) and not (_refused_by_driver(error) or is_outdated(error))
 
 
 def is_read_only(error: BaseException) -> bool:
-    """True if the server refused to write: a standby, or a read-only transaction."""
+    """True if the server rejected a write: on a standby, or in a read-only transaction."""
     return _state(error) == _READ_ONLY
 
 

@@ -16,8 +16,8 @@ from outboxio.storage.protocols import FanoutRequest, FanoutResult
 from outboxio.support.ids import uuid7
 
 # The id is a UUIDv7: the time of the round, 20 bits of the event's sequence, 42 random bits. So a round appends
-# rows to the index of ids, and rows that are settled together lie together. The number is negative because of the
-# variant bits. gen_random_uuid() with the time written into its text took 1.9 us; this takes 0.5 us.
+# rows to the index of ids, and rows that are settled together are stored together. The number is negative because of
+# the variant bits. Writing the time into the text of gen_random_uuid() takes 1.9 us; this takes 0.5 us.
 _ID = """
 ({id_head} || to_hex(((-2)::bigint << 62) + ((e.sequence & 1048575) << 42)
     + floor(random() * 4398046511104)::bigint))::uuid
@@ -25,7 +25,7 @@ _ID = """
 
 _ORDERING_KEY = "CASE WHEN s.ordered THEN coalesce(e.ordering_key, e.model_id) END"
 
-# How fan-out makes a notification of the event ``e`` for the subscription ``s``.
+# The columns of a notification of the event ``e`` for the subscription ``s``.
 _MADE = {
     "id": _ID,
     "event_id": "e.id",
@@ -47,17 +47,17 @@ _INTO = f"INSERT INTO eventlog.event_notifications AS n ({', '.join(_MADE)})"
 _OWED = f"SELECT {', '.join(_MADE.values())}"
 _OWED_PLAIN = f"SELECT {', '.join({**_MADE, 'ordering_key': 'NULL', 'partition_number': '0'}.values())}"
 
-# One statement reads one snapshot and joins the live subscriptions of all processes, so that a process of an old
-# version also serves the handlers of a new version. The lateral scan walks the index of each type separately, and SKIP
-# LOCKED never waits for a producer. An event is taken through its type if the type and the topic both have
-# subscriptions, once.
+# One statement reads one snapshot and joins the live subscriptions of all processes, so a process of an old version
+# also serves the handlers of a new version. The lateral subquery scans the index of each type separately, and SKIP
+# LOCKED never waits for a producer. If both the type and the topic of an event have subscriptions, the event is taken
+# once, by its type.
 #
 # A handler name that is an alias of a live handler gets no new rows. If two names are aliases of each other, because a
-# rename was taken back, the name that was seen earlier gets none.
+# rename was reverted, the name that was last seen earlier gets none.
 #
-# Events for ordered handlers are taken up to a horizon: the last event of a key that reached the limit, because the
-# next events of that key are unknown. An event of any type may be on a topic with an ordered handler. Without ordered
-# handlers PostgreSQL never computes the horizon.
+# Events for ordered handlers are taken up to a horizon: the last event of a key that reached its limit, because the
+# following events of that key are unknown. An event of any type may be on a topic with an ordered handler. Without
+# ordered handlers, PostgreSQL never computes the horizon.
 _TAKEN = "(NOT e.ordered OR e.sequence <= coalesce((SELECT sequence FROM horizon), e.sequence))"
 _RENAMED = """
 SELECT a.name FROM live l CROSS JOIN LATERAL jsonb_array_elements_text(l.aliases) AS a(name)
@@ -65,9 +65,9 @@ WHERE l.aliases <> '[]' AND NOT EXISTS (
   SELECT FROM live o WHERE o.handler_name = a.name AND o.aliases @> to_jsonb(l.handler_name::text)
     AND (o.last_seen_date, o.handler_name) > (l.last_seen_date, l.handler_name))
 """
-# The index keeps entries of delivered events for as long as an open transaction may read them. So a round continues
-# behind the scan position of the round before. The numbers of the transactions tell up to which sequence no transaction
-# can commit an event any more.
+# The index keeps the entries of delivered events for as long as an open transaction may read them. So a round continues
+# after the scan position of the previous round. The transaction ids show up to which sequence no open transaction can
+# still commit an event.
 _AFTER = """
 coalesce(CASE WHEN t.ordered THEN {closed}::bigint ELSE coalesce(limits.after, $9::bigint) END, (-2)::bigint << 62)
   AS after
@@ -79,9 +79,9 @@ _UNDELIVERED = """
     ORDER BY sequence LIMIT types.size FOR UPDATE SKIP LOCKED
 """.strip()
 _OLDEST_OPEN, _NEXT = (f"(SELECT pg_snapshot_{end}(pg_current_snapshot())::text::bigint)" for end in ("xmin", "xmax"))
-# synchronous_commit = off: the commit does not wait for the disk (decision 15). If the server crashes before a later
-# synchronous commit, the events of the round are undelivered again, and the next round takes the events again. Outcomes
-# commit synchronously, and make all earlier rounds durable.
+# synchronous_commit = off: the commit does not wait for the disk (decision 1). If the server crashes before the next
+# synchronous commit, the events of the round are undelivered again, and the next round takes them again. Outcomes are
+# committed synchronously, which makes all earlier rounds durable.
 _FAN_OUT = f"""
 WITH live AS MATERIALIZED (
   SELECT handler_name, event_type, topic, aliases, priority, ordered, last_seen_date
@@ -137,9 +137,10 @@ SELECT key, count(*) FILTER (WHERE {_TAKEN}) AS events,
   set_config('synchronous_commit', 'off', TRUE){{no_row}}
 FROM batch e GROUP BY key HAVING bool_or({_TAKEN})
 """
-# Most namespaces have only plain subscriptions: by type, without order, aliases and partitions. This statement has half
-# of the nodes of the statement above, and takes two thirds of its time for a single event, half without any. If a
-# subscription is not plain, the statement takes no event, and its only row has the key _NOT_PLAIN.
+# Most namespaces have only plain subscriptions: by type, without ordering, aliases and partitions. The plan of this
+# statement has half as many nodes as the one above. It takes two thirds of the time for a single event, and half of it
+# if there is no event. If a subscription is not plain, the statement takes no event and returns one row with the key
+# _NOT_PLAIN.
 _NOT_PLAIN = ""
 _FAN_OUT_PLAIN = f"""
 WITH live AS MATERIALIZED (
@@ -180,7 +181,7 @@ def _without_handoff(statement: str, unless_made: str = "") -> str:
 
 
 def _with_handoff(statement: str, unless_made: str = "") -> str:
-    """The same, and behind the counts the due rows for the dispatcher of this process (handoff, decision 16)."""
+    """Append the due rows for the dispatcher of this process (handoff, decision 16) to the rows of a statement."""
     return f"""
 {statement.format(unless_made=unless_made, made="n.*", no_row=f", {_NO_ROW}", closed="$12")}
 UNION ALL
@@ -189,14 +190,14 @@ FROM made n WHERE n.handler_name = ANY ($10::text[]) AND n.next_retry_at <= $2 L
 """
 
 
-# A notification exists before its fan-out only if an operator has set ``delivered`` back. ON CONFLICT costs 6 to 11 %
-# of a drain and a record of WAL per row. So fan-out uses ON CONFLICT only after the unique index has reported a row.
+# A notification only exists before its fan-out if an operator has reset ``delivered``. ON CONFLICT costs 6 to 11 % of a
+# drain and a WAL record per row. So fan-out uses it only after a unique violation.
 UNLESS_MADE = "ON CONFLICT (event_id, handler_name) DO NOTHING"
 FAN_OUT, FAN_OUT_PLAIN = _without_handoff(_FAN_OUT), _without_handoff(_FAN_OUT_PLAIN)
 _PLAIN = {False: FAN_OUT_PLAIN, True: _with_handoff(_FAN_OUT_PLAIN)}
 _FULL = {False: FAN_OUT, True: _with_handoff(_FAN_OUT)}
 _WITH_CONFLICTS = {False: _without_handoff(_FAN_OUT, UNLESS_MADE), True: _with_handoff(_FAN_OUT, UNLESS_MADE)}
-NOT_PLAIN_LASTS = CONFLICTS_LAST = 60.0  # seconds with _FULL, or with _WITH_CONFLICTS, until the next try without
+NOT_PLAIN_SECONDS = CONFLICTS_SECONDS = 60.0  # how long to use _FULL, or _WITH_CONFLICTS, before _PLAIN is tried again
 
 ANY_UNDELIVERED = f"""
 WITH live AS MATERIALIZED (
@@ -235,7 +236,7 @@ class PostgresEvents:
             id_head(),
             as_texts(request.after.get(key) for key in limits),
             request.behind,
-            *(() if handoff is None else (list(handoff.names), handoff.most)),
+            *(() if handoff is None else (list(handoff.names), handoff.capacity)),
         )
         rows = await self._fan_out(handoff is not None, args, request.closed)
         if handoff is not None:
@@ -256,11 +257,11 @@ class PostgresEvents:
                 rows = await fetch(_PLAIN[has_handoff], *args)
                 if not rows or rows[0]["key"] != _NOT_PLAIN:
                     return rows
-                self._not_plain_until = now + NOT_PLAIN_LASTS
+                self._not_plain_until = now + NOT_PLAIN_SECONDS
             statements = _WITH_CONFLICTS if now < self._conflicts_until else _FULL
             return await fetch(statements[has_handoff], *args, closed)
         except errors.named("UniqueViolation"):
-            self._conflicts_until = self._not_plain_until = now + CONFLICTS_LAST
+            self._conflicts_until = self._not_plain_until = now + CONFLICTS_SECONDS
             return await fetch(_WITH_CONFLICTS[has_handoff], *args, closed)
 
     async def any_undelivered(self, namespace: str, seen_since: datetime) -> bool:
@@ -268,5 +269,5 @@ class PostgresEvents:
 
 
 def id_head() -> str:
-    """The first half of a UUIDv7 in hexadecimal digits: the time and the version."""
+    """Return the first half of a UUIDv7 in hexadecimal digits: the time and the version."""
     return uuid7().hex[:16]

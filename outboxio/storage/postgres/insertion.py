@@ -1,4 +1,4 @@
-"""What transactions of the application write: events, and received messages. No driver is imported."""
+"""The INSERTs of your application's transactions: events, and received messages. No driver is imported."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from outboxio.model.event import ActionRecord, EventRecord, ReceivedEvent
 from outboxio.storage.postgres.columns import JSON, OF_ACTION, OF_EVENT
 from outboxio.storage.protocols import ConsumeResult
 
-# The statement runs on the application's connections, with the application's search_path; see session.py.
+# The statements run on connections of your application, with its search_path; see session.py.
 
 _VALUES = {
     **{c: f"${n}::pg_catalog.text::pg_catalog.jsonb" if c in JSON else f"${n}" for n, c in enumerate(OF_ACTION, 1)},
@@ -25,7 +25,7 @@ _ARRAYS = ", ".join(
     for number, cast in enumerate(OF_EVENT.values(), len(OF_ACTION) + 1)
 )
 
-# The columns of the action are parameters, the columns of each event are arrays: a single round trip for all events.
+# The columns of the action are scalar parameters, those of the events are arrays: one round trip for all events.
 INSERT_EVENTS = f"""
 INSERT INTO eventlog.events ({", ".join(_VALUES)})
 SELECT {", ".join(_VALUES.values())}
@@ -33,7 +33,7 @@ FROM ROWS FROM ({_ARRAYS}) AS e({", ".join(OF_EVENT)})
 """
 _NAMED = re.sub(r"\$(\d+)", r"%(v\1)s", INSERT_EVENTS)
 
-# For a single event, as most actions have: the arrays cost the driver and the server more than all else in the INSERT.
+# For a single event, the most common case: the arrays would cost more than the rest of the INSERT.
 _VALUES_OF_ONE = _VALUES | {
     column: f"${number}::pg_catalog.text{cast}" if (cast := _CASTS_OF_ONE.get(column)) else f"${number}"
     for number, column in enumerate(OF_EVENT, len(OF_ACTION) + 1)
@@ -48,7 +48,7 @@ assert list(OF_EVENT)[-2:] == ["available_at", "headers"]
 
 
 def insertion(action: ActionRecord, events: Sequence[EventRecord]) -> list[Any]:
-    """The statement that inserts the rows of an action, and the arguments."""
+    """Return the statement that inserts the events of an action, followed by its arguments."""
     if len(events) == 1:
         [event] = events
         at = event.available_at
@@ -60,7 +60,7 @@ def insertion(action: ActionRecord, events: Sequence[EventRecord]) -> list[Any]:
 
 
 def blocking_insertion(action: ActionRecord, events: Sequence[EventRecord]) -> tuple[str, dict[str, Any]]:
-    """The same for drivers with ``%(name)s`` in statements. The server knows the types of the texts by the columns."""
+    """The same for drivers with ``%(name)s`` placeholders. The server infers the types of texts from the columns."""
     shared = [value if value is None or isinstance(value, int) else str(value) for value in _of_action(action)]
     return _NAMED, {f"v{number}": value for number, value in enumerate([*shared, *_arrays(action, events)], 1)}
 
@@ -80,28 +80,27 @@ def _arrays(action: ActionRecord, events: Sequence[EventRecord]) -> list[list[st
 
 
 def _unless_null(column: list[str | None]) -> list[str | None]:
-    """The column, or an empty list if all values are ``None``: the driver is slow at ``None``, ``unnest`` adds NULL."""
+    """Return an empty list for a column of ``None``, which the driver encodes slowly; ``unnest`` pads with NULL."""
     return [] if column.count(None) == len(column) else column
 
 
 def as_texts(values: Iterable[Any]) -> list[str | None]:
-    """Values for a parameter such as ``$1::text[]::bigint[]``.
+    """Convert values for a parameter such as ``$1::text[]::bigint[]``.
 
-    For each other array type the driver asks the server once per connection, which takes 20 ms. The driver also turns
-    the first and the last moment of Python's calendar into infinity, which is before or after every moment.
+    For any other array type, the driver reads the type from the server once per connection, which takes 20 ms. It also
+    converts the minimum and the maximum of Python's datetime to infinity.
     """
     return [None if value is None else str(value) for value in values]
 
 
 # --- received messages -----------------------------------------------------------------------------
 #
-# Many inbox messages in a transaction: their rows of ``consumed_events``, and their events.
-
-# The statements run on the application's connections, with the application's search_path; see session.py.
+# Many inbox messages in one transaction: their rows in ``consumed_events``, and their events. As above, the statements
+# run on connections of your application.
 
 _CONSUMED = ", ".join(ConsumeResult.__struct_fields__)
 
-# The rows come in the order of the primary key, so that two transactions do not deadlock. A message that comes twice is
+# The rows are in the order of the primary key, so that two transactions do not deadlock. A duplicate message is
 # inserted once, by its first row.
 CONSUME = f"""
 INSERT INTO eventlog.consumed_events ({_CONSUMED})
@@ -116,7 +115,7 @@ CONSUME_ONE = f"""
 INSERT INTO eventlog.consumed_events ({_CONSUMED})
 VALUES ($1, $2, $3, $4, $5, $6) ON CONFLICT (source, external_id, handler_name) DO NOTHING
 """
-# The index of the primary key has a range for each combination of the values: a superset of the wanted keys.
+# The primary key is searched for each combination of the values: a superset of the requested keys.
 CONSUMED = f"""
 SELECT {_CONSUMED} FROM eventlog.consumed_events
 WHERE source OPERATOR(pg_catalog.=) ANY ($1::pg_catalog.text[])
@@ -128,7 +127,7 @@ _of_received = attrgetter(*(column for column in OF_EVENT if column != "headers"
 of_consumed = attrgetter(*ConsumeResult.__struct_fields__)
 assert list(OF_EVENT)[-1] == "headers"
 
-# Each message is an action of its own, so the columns of the action are arrays as well.
+# Each message is its own action, so the columns of the action are arrays as well.
 _CASTS = {
     **OF_EVENT,
     **dict.fromkeys(OF_ACTION, ""),
@@ -152,11 +151,11 @@ FROM ROWS FROM ({_RECEIVED_ARRAYS}) AS e({", ".join(_CASTS)})
 
 
 def consumed_columns(consumed: Sequence[ConsumeResult]) -> list[list[str | None]]:
-    """The arguments of ``CONSUME``."""
+    """Return the arguments of ``CONSUME``."""
     return [as_texts(column) for column in zip(*map(of_consumed, consumed), strict=True)]
 
 
 def received_columns(received: Sequence[ReceivedEvent]) -> list[list[str | None]]:
-    """The arguments of ``INSERT_RECEIVED``."""
+    """Return the arguments of ``INSERT_RECEIVED``."""
     rows = [[*_of_received(event), action.headers_of(event), *_of_action(action)] for action, event in received]
     return [as_texts(column) for column in zip(*rows, strict=True)]

@@ -1,9 +1,9 @@
 """Cluster locks on PostgreSQL: session advisory locks, fencing terms and LISTEN on a single session (decision 4).
 
-A lock lasts exactly as long as the session. When the holder's process dies, the server closes the session, and the next
-try of a standby succeeds. A standby tries and does not wait inside ``pg_advisory_lock``, because a waiting statement
-keeps the oldest snapshot of the whole database server. ``idle_session_timeout`` makes the server end a silent session,
-so that a standby also replaces a frozen holder.
+A lock lasts exactly as long as its session. When the holder's process dies, the server closes the session, and the next
+attempt of a standby succeeds. Standbys poll instead of waiting in ``pg_advisory_lock``, because a waiting statement
+holds back the oldest snapshot of the whole database server. ``idle_session_timeout`` makes the server close an idle
+session, so that a standby also replaces a frozen holder.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import Any
 
 from outboxio.model.lock_name import LockName
-from outboxio.storage.connections.driver import Proof, measured
+from outboxio.storage.connections.driver import Proof, make_proof
 from outboxio.storage.postgres import errors
 from outboxio.storage.postgres.connection import LoopConnection, quoted, row_count
 from outboxio.storage.postgres.insertion import as_texts
@@ -26,8 +26,8 @@ from outboxio.support.log import log_of
 
 logger = log_of(__name__)
 
-# The statement takes the free locks and raises their terms. All writers lock leases in the order of the names.
-# released_term is read from the locked row, not from a snapshot of before the lock.
+# Takes the free locks and increments their terms. All writers lock leases in the order of the names. released_term is
+# read from the locked row, not from an earlier snapshot.
 ACQUIRE = """
 WITH taken AS MATERIALIZED (
   SELECT w.name FROM unnest($1::text[], $2::text[]::bigint[]) AS w(name, key) WHERE pg_try_advisory_lock(w.key)
@@ -38,18 +38,18 @@ ON CONFLICT (name) DO UPDATE SET term = leases.term + 1, owner = excluded.owner,
 RETURNING name, term, released_term
 """
 
-# Without a lease: only shows if two shards share a database.
+# Without a lease: only detects whether two shards share a database.
 TRY = "SELECT pg_try_advisory_lock($1)"
 
-# Without parameters, so that the statements are a single message (see LoopConnection). The ACQUIRE of a standby waits
-# for the lease row in the meantime.
-GIVE_BACK = "UPDATE eventlog.leases SET released_term = term WHERE name = {} AND owner = {}"
+# Without parameters, so that the statements are a single message (see LoopConnection). Until it is done, the ACQUIRE of
+# a standby waits for the lease row.
+RECORD_RELEASE = "UPDATE eventlog.leases SET released_term = term WHERE name = {} AND owner = {}"
 RELEASE = "SELECT pg_advisory_unlock({})"
 
-# The heartbeat also sends a probe to its own session: without the probe's return, LISTEN is dead although the session
-# lives.
+# The heartbeat also sends a probe to its own session: if the probe does not arrive, LISTEN is broken although the
+# session is alive.
 HEARTBEAT = "SELECT clock_timestamp() AT TIME ZONE 'UTC', pg_notify($1, $2)"
-HEARTBEAT_IN_SILENCE = "SELECT clock_timestamp() AT TIME ZONE 'UTC'"
+HEARTBEAT_WITHOUT_LISTEN = "SELECT clock_timestamp() AT TIME ZONE 'UTC'"
 
 
 class PostgresClusterLock:
@@ -61,14 +61,14 @@ class PostgresClusterLock:
         self._channel = channel
         self._timeout = timeout
         self._lost: Callable[[], None] = _nothing
-        self._heard: Callable[[str], None] = _ignored
+        self._on_wake: Callable[[str], None] = _ignored
         self._watched: Any = None
         self._probe = f"probe {machine.token(8)}"
-        self._unheard = 0
+        self._missed_probes = 0
 
     async def acquire(self, names: Sequence[LockName]) -> dict[LockName, LockGrant]:
         by_lease = {name.lease: name for name in names}
-        with self._session.dropped_on_failure():  # a lock of which only the server knows ends with the session
+        with self._session.dropped_on_failure():  # releases locks that the server granted before the failure
             rows = await self._fetch(ACQUIRE, list(by_lease), as_texts(n.key for n in by_lease.values()), self._owner)
         return {by_lease[row["name"]]: LockGrant(row["term"], row["released_term"]) for row in rows}
 
@@ -78,28 +78,28 @@ class PostgresClusterLock:
     async def heartbeat(self) -> Proof:
         with self._session.dropped_on_failure():
             if self._channel is None:
-                return await measured(self._ask(HEARTBEAT_IN_SILENCE))
-            await self._repeat_listen_if_silent()
-            return await measured(self._ask(HEARTBEAT, self._channel, self._probe))
+                return await make_proof(self._read_time(HEARTBEAT_WITHOUT_LISTEN))
+            await self._repeat_listen_if_lost()
+            return await make_proof(self._read_time(HEARTBEAT, self._channel, self._probe))
 
     async def release(self, names: Sequence[LockName]) -> None:
         if names and self._session.is_open:
             leases = sorted(name.lease for name in names)
-            given_back = [GIVE_BACK.format(quoted(lease), quoted(self._owner)) for lease in leases]
-            released = [RELEASE.format(name.key) for name in names]
+            recording = [RECORD_RELEASE.format(quoted(lease), quoted(self._owner)) for lease in leases]
+            releasing = [RELEASE.format(name.key) for name in names]
             with self._session.dropped_on_failure():
-                await self._session.execute("; ".join((*given_back, *released)), timeout=self._timeout)
+                await self._session.execute("; ".join((*recording, *releasing)), timeout=self._timeout)
 
-    async def listen(self, heard: Callable[[str], None]) -> None:
+    async def listen(self, on_wake: Callable[[str], None]) -> None:
         async def start(connection: Any) -> None:
             if connection is not self._watched:
-                if self._watched is not None:  # the end of the former session went unnoticed
+                if self._watched is not None:  # the previous session ended without a callback
                     self._lost()
-                self._heard = heard
+                self._on_wake = on_wake
                 if self._channel is not None:
                     await connection.add_listener(self._channel, self._on_notification)
                 connection.add_termination_listener(self._ended)
-                self._watched, self._unheard = connection, 0
+                self._watched, self._missed_probes = connection, 0
 
         with self._session.dropped_on_failure():
             async with asyncio.timeout(self._timeout):
@@ -117,19 +117,19 @@ class PostgresClusterLock:
                 connection.remove_termination_listener(self._ended)
                 if self._channel is not None:
                     await connection.remove_listener(self._channel, self._on_notification)
-                await connection.reset()  # every lock that is left
+                await connection.reset()  # releases the remaining locks
 
         if watched is None:
             await self._session.close()
         else:  # close_after waits for its turn, because a NOTIFY may be under way on the session
             await self._session.close_after(reset, within=self._timeout)
 
-    async def _ask(self, sql: str, *args: Any) -> datetime:
-        moment: datetime = (await self._fetch(sql, *args))[0][0]
-        return moment
+    async def _read_time(self, sql: str, *args: Any) -> datetime:
+        now: datetime = (await self._fetch(sql, *args))[0][0]
+        return now
 
     async def _fetch(self, sql: str, *args: Any) -> list[Any]:
-        """Run a statement on the session with the locks: the answer of a new session would prove nothing."""
+        """Run a statement on the session that holds the locks. A result of a new session would prove nothing."""
 
         async def fetch_there(connection: Any) -> list[Any]:
             if connection is not self._watched:
@@ -142,25 +142,25 @@ class PostgresClusterLock:
 
     def _on_notification(self, connection: Any, pid: int, channel: str, payload: Any) -> None:
         if payload == self._probe:
-            self._unheard = 0
+            self._missed_probes = 0
         elif not str(payload).startswith("probe "):
-            self._heard(str(payload))
+            self._on_wake(str(payload))
 
-    async def _repeat_listen_if_silent(self) -> None:
-        """Repeat LISTEN if the last probe did not return. Until a probe returns, polling finds the work."""
-        if self._unheard and self._watched is not None:
-            if self._unheard == 1:
-                logger.warning("wake-ups do not arrive any more; listening anew, polling meanwhile")
+    async def _repeat_listen_if_lost(self) -> None:
+        """Repeat LISTEN if the last probe did not arrive. Until a probe arrives, polling finds the work."""
+        if self._missed_probes and self._watched is not None:
+            if self._missed_probes == 1:
+                logger.warning("NOTIFY wake-ups are not arriving; repeating LISTEN, and polling until they do")
 
-            async def listen_anew(connection: Any) -> None:
+            async def listen_again(connection: Any) -> None:
                 await connection.remove_listener(self._channel, self._on_notification)
                 await connection.add_listener(self._channel, self._on_notification)
 
             async with asyncio.timeout(self._timeout):
-                await self._session.use(listen_anew)
+                await self._session.use(listen_again)
             for missed in ("events", "notifications"):  # wake-ups of both kinds may have been lost
-                self._heard(missed)
-        self._unheard += 1
+                self._on_wake(missed)
+        self._missed_probes += 1
 
     def _ended(self, connection: Any) -> None:
         if self._watched is None or self._session.is_closed(self._watched):
@@ -178,15 +178,15 @@ def _ignored(payload: str) -> None:
 
 # --- keyed locks -----------------------------------------------------------------------------------
 #
-# Keyed locks of the application on PostgreSQL: session advisory locks (decision 56).
+# Your application's keyed locks on PostgreSQL: session advisory locks (decision 56).
 #
-# A session never waits inside ``pg_advisory_lock``, because a waiting statement keeps the oldest snapshot of the whole
-# database server. Processes try again and again. A process that found the lock taken holds a second lock meanwhile, the
-# **gate** of the key: only the process at the gate tries for the key, so a busy process cannot take the key again and
-# again past the processes that wait.
+# A session never waits in ``pg_advisory_lock``, because a waiting statement holds back the oldest snapshot of the whole
+# database server. Processes poll instead. While the key is locked, one waiting process holds a second lock, the
+# **gate** of the key. Only the process at the gate tries to take the key, so a busy process cannot overtake the waiting
+# processes and take the key again and again.
 #
-# Statements are prepared before the session holds a lock, for the reason in ``LoopConnection``. Statements of a session
-# that waits have no parameters, and answer with the number of rows.
+# Statements are prepared before the session holds a lock (see ``LoopConnection``). The statements of a waiting session
+# have no parameters, and return their result as the number of rows.
 
 # 2: the session holds the key; 1: the session holds the gate; 0: neither.
 TRY_KEY = """
@@ -237,7 +237,7 @@ class PostgresKeySession:
         try:
             self._raise_term = await connection.prepare(RAISE_TERM)
         except Exception as error:
-            if not errors.lacks_schema(error):  # locks work before the tables are made, terms do not
+            if not errors.lacks_schema(error):  # before the migration, locks work and terms do not
                 raise
         self._connection = connection
 
@@ -246,7 +246,7 @@ class PostgresKeySession:
         if name in self._at_gate:
             taken = 1 + row_count(await self._execute(TRY_AT_GATE.format(key=key, gate=gate)))
         else:
-            taken = await self._in_time(lambda _: self._try.fetchval(key, gate))
+            taken = await self._with_timeout(lambda _: self._try.fetchval(key, gate))
         if taken == 2:
             self._at_gate.discard(name)
             self._held.add(name)
@@ -257,7 +257,7 @@ class PostgresKeySession:
     async def leave(self, name: LockName) -> None:
         if name in self._held:
             key, _ = _key_and_gate(name)
-            await self._in_time(lambda _: self._unlock.fetchval(key))
+            await self._with_timeout(lambda _: self._unlock.fetchval(key))
             self._held.discard(name)
         elif name in self._at_gate:
             await self._execute(LEAVE_GATE.format(gate=_key_and_gate(name)[1]))
@@ -278,26 +278,26 @@ class PostgresKeySession:
 
     async def close(self) -> None:
         async def reset(connection: Any) -> None:
-            await connection.reset()  # the locks that are left
+            await connection.reset()  # releases the remaining locks
 
         await self._session.close_after(reset, within=self._timeout)
 
     async def _execute(self, sql: str) -> str:
         return str(await self._use(lambda connection: connection.execute(sql, timeout=self._timeout)))
 
-    async def _in_time(self, work: Callable[[Any], Awaitable[Any]]) -> Any:
-        """:meth:`_use` with one timer for many statements. A statement without an answer in time ends the session."""
-        self._limit.begin(work, self._is_late)
+    async def _with_timeout(self, work: Callable[[Any], Awaitable[Any]]) -> Any:
+        """Like :meth:`_use`, with one timer for many statements. A statement that times out closes the session."""
+        self._limit.begin(work, self._on_timeout)
         try:
             return await self._use(work)
         finally:
             self._limit.end(work)
 
-    def _is_late(self, work: object) -> None:
+    def _on_timeout(self, work: object) -> None:
         self.drop()
 
     async def _use(self, work: Callable[[Any], Awaitable[Any]]) -> Any:
-        """Run a statement on the session that was opened: a new session would hold no lock."""
+        """Run a statement on the opened session; a new session would not hold the locks."""
         if self._connection is None:
             raise ConnectionResetError("the lock session has ended")
         try:

@@ -17,12 +17,12 @@ from outboxio.storage.postgres.connection import LoopConnection, row_count
 from outboxio.storage.postgres.insertion import as_texts, insertion
 from outboxio.support.text import TextEncoding
 
-# The statement walks the index once for each partition of a handler name, from the partition's own scan position. So
-# finished rows are not read, and neither is the backlog of a handler without free slots. No row is claimed, because
-# this process holds the cluster lock of the partition (decision 2).
+# Scans the index once for each partition of a handler name, from the partition's own scan position. So neither finished
+# rows nor the backlog of a handler without free slots are read. Rows are not claimed, because this process holds the
+# cluster lock of the partition (decision 2).
 #
-# The partition is in both bounds and in the order, and not in an equality: the index of an older version is in the
-# order of the dates, too. A planner that believes the table to be small might read all partitions along that index.
+# The partition is in both bounds and in ORDER BY instead of an equality, because the index of an older version is
+# ordered by the dates too: a planner with outdated statistics might read all partitions along that index.
 FIND_DUE = f"""
 SELECT n.* FROM unnest(
     $3::text[], $4::text[]::smallint[], $5::text[]::int[], $6::text[]::timestamp[], $7::text[]::bigint[])
@@ -35,9 +35,9 @@ CROSS JOIN LATERAL (
   ORDER BY n.partition_number, n.next_retry_at, n.sequence LIMIT w.size) n
 """
 
-# The same statement locks the lease rows FOR SHARE and writes the outcomes (decision 3). A new holder that raises a
-# term waits for this statement; after the new term no row matches. A join without the lock could write after the commit
-# of the new term. A slot is a text such as ``score/3``: an array of texts is compared without a join.
+# One statement locks the lease rows FOR SHARE and writes the outcomes (decision 3). A new holder that increments a term
+# waits for this statement; once the term has changed, no row matches. A join without the lock could write after the
+# commit of the new term. A slot is a text such as ``score/3``, so that an array of texts is compared without a join.
 _HELD = """
 WITH held AS MATERIALIZED (
   SELECT mine.slot FROM eventlog.leases l
@@ -46,8 +46,8 @@ WITH held AS MATERIALIZED (
   ORDER BY l.name FOR SHARE OF l)
 """
 
-# Rows are reached by their primary key only. The form of the conditions on the state and on the slot keeps a planner
-# that believes the table to be small from a different index.
+# Rows must be found by their primary key only. The conditions on the state and the slot are written so that a planner
+# with outdated statistics cannot use a different index.
 _UNSETTLED = "state <> ALL ('{SUCCEEDED,EXPIRED,DEAD,SKIPPED}')"
 _IS_HELD = "ARRAY(SELECT slot FROM held) @> ARRAY[handler_name || '/' || partition_number]"
 
@@ -56,8 +56,8 @@ UPDATE eventlog.event_notifications SET state = $2, attempts = $3, updated_date 
 WHERE id = ANY ($1::uuid[]) AND {_UNSETTLED} AND {_IS_HELD}
 """
 
-# The same with a due time and an error for each row, at the position of the row's id in $1. If an operator has stored
-# errors that are no JSON array, a new array replaces the value, so that the row can be settled.
+# The same with a due time and an error for each row, at the position of the row's id in $1. If an operator has replaced
+# the errors with something other than a JSON array, a new array replaces that value, so that the row can be settled.
 SETTLE_WITH_DETAILS = f"""{_HELD}
 UPDATE eventlog.event_notifications n SET state = $2, attempts = $3, updated_date = $7, (next_retry_at, errors) = (
   SELECT coalesce(($8::text[])[row.place]::timestamp, n.next_retry_at),
@@ -77,19 +77,19 @@ class PostgresNotifications:
     def can_settle(self) -> bool:
         return self._settle.is_open
 
-    async def find_due(self, namespace: str, now: datetime, wanted: Sequence[DueQuery]) -> list[Notification]:
-        # The connection for outcomes is opened before a run starts: later the handlers may hold all connections of a
-        # given pool.
+    async def find_due(self, namespace: str, now: datetime, queries: Sequence[DueQuery]) -> list[Notification]:
+        # Open the connection for outcomes before a run starts: later, the handlers may hold all connections of a
+        # user-supplied pool.
         await self._settle.ready()
         rows = await self._find.fetch(
             FIND_DUE,
             namespace,
             now,
-            [w.handler_name for w in wanted],
-            as_texts(w.partition for w in wanted),
-            as_texts(w.limit for w in wanted),
-            as_texts(w.after[0] for w in wanted),
-            as_texts(w.after[1] for w in wanted),
+            [query.handler_name for query in queries],
+            as_texts(query.partition for query in queries),
+            as_texts(query.limit for query in queries),
+            as_texts(query.after[0] for query in queries),
+            as_texts(query.after[1] for query in queries),
         )
         return as_notifications(rows)
 
@@ -98,7 +98,7 @@ class PostgresNotifications:
 
     async def settle_emitting(self, bucket: Bucket, now: datetime) -> int:
         async def settle_and_insert(connection: Any) -> int:
-            # The settlement comes last, because it locks leases: only COMMIT follows, which needs no preparation.
+            # The settlement comes last, because it locks leases. Only COMMIT follows, which is never prepared.
             for action, events in bucket.emitted:
                 try:
                     await connection.execute(*insertion(action, events))
@@ -119,7 +119,7 @@ _due_of, _retention_of = attrgetter("next_retry_us"), attrgetter("retention_us")
 
 
 def as_notifications(rows: Iterable[Any]) -> list[Notification]:
-    """Notifications of rows of ``DUE_COLUMNS``. Only the two moments can be NULL."""
+    """Convert rows of ``DUE_COLUMNS`` to notifications. Only the two timestamps can be NULL."""
     found = list(starmap(Notification, rows))
     if None in map(_due_of, found) or None in map(_retention_of, found):
         return list(map(checked, found))
@@ -127,11 +127,11 @@ def as_notifications(rows: Iterable[Any]) -> list[Notification]:
 
 
 class _Refused(Exception):
-    """The terms admitted only a part of the bucket: roll back."""
+    """The fence rejected a part of the bucket, so the transaction is rolled back."""
 
 
 def settlement(bucket: Bucket, now: datetime, encoding: TextEncoding) -> list[Any]:
-    """The statement that writes a bucket, and the arguments. ``encoding``: of the database."""
+    """Return the statement that settles a bucket, followed by its arguments. ``encoding``: the database's encoding."""
     leases = bucket.leases
     arguments = [
         bucket.ids,

@@ -1,4 +1,4 @@
-"""The key queues of ordered handlers on PostgreSQL, as rounds of dispatch read and unblock them."""
+"""The key queues of ordered handlers on PostgreSQL, as dispatch reads and unblocks them."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from outboxio.storage.postgres.port import PostgresPort
 from outboxio.storage.protocols import Head
 from outboxio.storage.tables.ordering import Ordering
 
-# PostgreSQL uses a partial index only for a query that repeats the condition of the index.
-_IN_LINE = "n.state IN ('PENDING', 'FAILED', 'BLOCKED', 'DYING')"
+# PostgreSQL only uses a partial index for a query that repeats the condition of the index.
+_IN_QUEUE = "n.state IN ('PENDING', 'FAILED', 'BLOCKED', 'DYING')"
 _PARKED = "n.state IN ('DEAD', 'EXPIRED')"
 
-# One probe of each index for each name and key. The head is the row with the lowest sequence over all names.
+# One lookup in each index for each name and key. The head is the row with the lowest sequence over all names.
 FIND_HEADS = f"""
 SELECT k.key, head.id, head.state FROM unnest($3::text[]) AS k(key) CROSS JOIN LATERAL (
   SELECT h.id, h.state FROM unnest($2::text[]) AS w(handler_name) CROSS JOIN LATERAL (
     (SELECT n.id, n.state, n.sequence FROM eventlog.event_notifications n
-     WHERE n.namespace = $1 AND n.handler_name = w.handler_name AND n.ordering_key = k.key AND {_IN_LINE}
+     WHERE n.namespace = $1 AND n.handler_name = w.handler_name AND n.ordering_key = k.key AND {_IN_QUEUE}
      ORDER BY n.sequence LIMIT 1)
     UNION ALL
     (SELECT n.id, n.state, n.sequence FROM eventlog.event_notifications n
@@ -30,11 +30,11 @@ SELECT k.key, head.id, head.state FROM unnest($3::text[]) AS k(key) CROSS JOIN L
   ORDER BY h.sequence LIMIT 1) head
 """
 
-FIND_LINES = f"""
+FIND_QUEUES = f"""
 SELECT k.key, line.id FROM unnest($3::text[]) AS k(key) CROSS JOIN LATERAL (
   SELECT h.id, h.sequence FROM unnest($2::text[]) AS w(handler_name) CROSS JOIN LATERAL (
     (SELECT n.id, n.sequence FROM eventlog.event_notifications n
-     WHERE n.namespace = $1 AND n.handler_name = w.handler_name AND n.ordering_key = k.key AND {_IN_LINE}
+     WHERE n.namespace = $1 AND n.handler_name = w.handler_name AND n.ordering_key = k.key AND {_IN_QUEUE}
      ORDER BY n.sequence LIMIT $5)
     UNION ALL
     (SELECT n.id, n.sequence FROM eventlog.event_notifications n
@@ -44,8 +44,8 @@ SELECT k.key, line.id FROM unnest($3::text[]) AS k(key) CROSS JOIN LATERAL (
 ORDER BY k.key, line.sequence
 """
 
-# Rows are written in the order of their primary key, and reached by it only. The form of the condition on the state
-# keeps a planner that believes the table to be small from a different index.
+# Rows must be found by their primary key only. The condition on the state is written so that a planner with outdated
+# statistics cannot use a different index.
 UNBLOCK = f"""
 UPDATE eventlog.event_notifications n SET state = 'PENDING', retention_from = $5, updated_date = $5,
   partition_number = {PARTITION_NOW}
@@ -53,7 +53,7 @@ WHERE ARRAY['BLOCKED'] @> ARRAY[state::text] AND id = ANY (ARRAY(
   SELECT first.id FROM unnest($3::text[]) AS k(key) CROSS JOIN LATERAL (
     SELECT f.id FROM unnest($2::text[]) AS w(handler_name) CROSS JOIN LATERAL (
       SELECT n.id, n.sequence FROM eventlog.event_notifications n
-      WHERE n.namespace = $1 AND n.handler_name = w.handler_name AND n.ordering_key = k.key AND {_IN_LINE}
+      WHERE n.namespace = $1 AND n.handler_name = w.handler_name AND n.ordering_key = k.key AND {_IN_QUEUE}
         AND n.state = 'BLOCKED'
       ORDER BY n.sequence LIMIT $4) f
     ORDER BY f.sequence LIMIT $4) first))
@@ -71,13 +71,13 @@ class PostgresOrdering(Ordering):
         rows = await self._find.fetch(FIND_HEADS, namespace, list(names), list(keys), parks)
         return {row[0]: Head(row[1], row[2]) for row in rows}
 
-    async def find_lines(
+    async def find_queues(
         self, namespace: str, names: Sequence[str], keys: Sequence[str], limit: int, *, parks: bool
     ) -> dict[str, list[UUID]]:
-        lines: dict[str, list[UUID]] = {}
-        for key, found in await self._find.fetch(FIND_LINES, namespace, list(names), list(keys), parks, limit):
-            lines.setdefault(key, []).append(found)
-        return lines
+        queues: dict[str, list[UUID]] = {}
+        for key, found in await self._find.fetch(FIND_QUEUES, namespace, list(names), list(keys), parks, limit):
+            queues.setdefault(key, []).append(found)
+        return queues
 
     async def unblock(
         self, namespace: str, names: Sequence[str], keys: Sequence[str], limit: int, now: datetime

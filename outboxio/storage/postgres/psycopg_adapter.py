@@ -1,6 +1,6 @@
-"""Connections of psycopg 3 with the methods of asyncpg's connections that outboxio uses (decision 81).
+"""Connections of psycopg 3 with the methods of asyncpg that outboxio uses (decision 81).
 
-Statements have ``$1`` placeholders. Integers and arrays travel as texts without a type, so that the server infers each
+Statements have ``$1`` placeholders. Integers and arrays are sent as text without a type, so that the server infers each
 type from the statement, as it does for asyncpg.
 """
 
@@ -27,21 +27,21 @@ _RESET = "SELECT pg_advisory_unlock_all();\nCLOSE ALL;\nUNLISTEN *;\nRESET ALL;"
 
 
 class PsycopgConnection:
-    """A connection of psycopg. Several may exist for one connection: they keep no state of the session."""
+    """Wraps a connection of psycopg. A connection may have several wrappers, which hold no state of the session."""
 
     def __init__(self, connection: AsyncConnection[Any], *, binary: bool = False, begins: bool = False) -> None:
-        """``binary``: the server sends values in binary; types that psycopg does not know come as bytes.
+        """``binary``: the server sends values in binary; types unknown to psycopg arrive as bytes.
 
         ``begins``: psycopg may begin the transaction with the next statement.
         """
         self.raw = self._con = connection
-        """The connection of psycopg, for the application."""
+        """The connection of psycopg, for your application."""
         self.limit: float | None = None
-        """The seconds for a statement without a limit of its own."""
+        """The default time limit of a statement, in seconds."""
         self._binary = binary
         self._begins = begins
         self._statements = 0
-        self._is_asking = self._is_late = self._is_dropped = False
+        self._is_executing = self._has_timed_out = self._is_dropped = False
         self._listeners: dict[str, Callable[..., None]] = {}
         self._ended: Callable[[Any], None] | None = None
 
@@ -66,7 +66,7 @@ class PsycopgConnection:
         return None if row is None else row[0]
 
     async def _run(self, sql: str, args: Sequence[Any], timeout: float | None) -> AsyncRawCursor[Any]:
-        """Run a statement; outside a transaction once more if it was prepared before a table changed."""
+        """Run a statement. Outside of a transaction, retry once if it was prepared before a table changed."""
         try:
             return await self._run_once(sql, args, timeout)
         except psycopg.Error as error:
@@ -80,9 +80,9 @@ class PsycopgConnection:
     async def _run_once(self, sql: str, args: Sequence[Any], timeout: float | None) -> AsyncRawCursor[Any]:
         cursor = AsyncRawCursor[Any](self._con, row_factory=rows_of)
         seconds = timeout or self.limit
-        timer = asyncio.get_running_loop().call_later(seconds, self._late) if seconds else None
+        timer = asyncio.get_running_loop().call_later(seconds, self._on_timeout) if seconds else None
         self._statements += 1
-        self._is_asking = True
+        self._is_executing = True
         try:
             if args:
                 values = [argument(value) for value in args]
@@ -92,11 +92,11 @@ class PsycopgConnection:
             else:
                 await cursor.execute(sql.encode(), prepare=False)
         except psycopg.Error as error:
-            if self._is_late:
+            if self._has_timed_out:
                 raise TimeoutError from error
             raise
         finally:
-            self._is_asking = False
+            self._is_executing = False
             if timer is not None:
                 timer.cancel()
             if self._is_dropped:
@@ -104,16 +104,19 @@ class PsycopgConnection:
             self._read_when_idle()
         return cursor
 
-    def _late(self) -> None:
-        self._is_late = True
+    def _on_timeout(self) -> None:
+        self._has_timed_out = True
         self.terminate()
 
     async def prepare(self, sql: str) -> Any:
-        """Prepared at its first use. A process that freezes then leaves an idle session: Sync follows Parse."""
+        """Return a statement that is prepared at its first use.
+
+        If the process freezes then, the session is idle, because psycopg sends Sync right after Parse.
+        """
         return SimpleNamespace(fetchval=partial(self.fetchval, sql))
 
     async def reload_schema_state(self) -> None:
-        """Prepare each statement anew. In a failed transaction the server could not drop the former ones."""
+        """Prepare all statements again. The old ones are not dropped, which would fail in a failed transaction."""
         connection: Any = self._con
         connection._prepared._names.clear()
 
@@ -127,7 +130,7 @@ class PsycopgConnection:
         return begins or self._con.info.transaction_status in _IN_TRANSACTION
 
     async def begin(self) -> None:
-        """Begin as the connection is set up: its isolation level; not at all if it commits each statement."""
+        """Begin a transaction with the connection's isolation level; do nothing in autocommit mode."""
         connection: Any = self._con
         async with connection.lock:
             await connection.wait(connection._start_query())
@@ -152,8 +155,8 @@ class PsycopgConnection:
         await self.execute(self.get_reset_query(), timeout=timeout)
 
     def waits_for(self) -> int | None:
-        """The number of the statement whose answer the connection waits for."""
-        return self._statements if self._is_asking and not self._con.closed else None
+        """Return the number of the statement whose response the connection waits for."""
+        return self._statements if self._is_executing and not self._con.closed else None
 
     # --- the end -------------------------------------------------------------------------------
 
@@ -163,11 +166,11 @@ class PsycopgConnection:
         return self._con.closed
 
     def terminate(self) -> None:
-        """Close the connection at once. A statement under way fails."""
+        """Close the connection immediately. A running statement fails."""
         if self._con.closed:
             return
         if self._con.lock.locked():
-            # The statement waits for this socket, whose number must not go to a new connection meanwhile.
+            # The statement waits for this socket, so its file descriptor must not be reused for a new connection yet.
             self._is_dropped = True
             with suppress(OSError), socket.socket(fileno=os.dup(self._con.fileno())) as same:
                 same.shutdown(socket.SHUT_RDWR)
@@ -181,7 +184,7 @@ class PsycopgConnection:
         self._con.pgconn.finish()
 
     async def close(self, *, timeout: float | None = None) -> None:
-        self.terminate()  # libpq says goodbye to the server without waiting
+        self.terminate()  # libpq sends Terminate without waiting
 
     def add_termination_listener(self, callback: Callable[[Any], None]) -> None:
         self._ended = callback
@@ -194,20 +197,20 @@ class PsycopgConnection:
 
     async def add_listener(self, channel: str, callback: Callable[..., None]) -> None:
         self._listeners[channel] = callback
-        self._con.add_notify_handler(self._heard)
+        self._con.add_notify_handler(self._on_notify)
         await self.execute(f'LISTEN "{channel}"')
 
     async def remove_listener(self, channel: str, callback: Callable[..., None]) -> None:
         if self._listeners.pop(channel, None) is not None:
-            self._con.remove_notify_handler(self._heard)
+            self._con.remove_notify_handler(self._on_notify)
             await self.execute(f'UNLISTEN "{channel}"')
 
-    def _heard(self, notify: psycopg.Notify) -> None:
+    def _on_notify(self, notify: psycopg.Notify) -> None:
         if (callback := self._listeners.get(notify.channel)) is not None:
             callback(self, notify.pid, notify.channel, notify.payload)
 
     def _read_when_idle(self) -> None:
-        """Read notifications, and the end of the session, between statements: psycopg reads within statements only."""
+        """Detect notifications and the end of the session between statements; psycopg only reads during statements."""
         if self._ended is None and not self._listeners:
             return
         if self._con.closed:

@@ -7,21 +7,21 @@ from typing import Any
 
 from psycopg import AsyncConnection
 
-from outboxio.storage.connections.driver import BETWEEN_QUESTIONS, IDLE, QUESTIONS, UNACKNOWLEDGED
+from outboxio.storage.connections.driver import IDLE, KEEPALIVE_INTERVAL, KEEPALIVE_PROBES, UNACKNOWLEDGED
 from outboxio.storage.postgres.psycopg_adapter import PsycopgConnection
-from outboxio.storage.postgres.resetting import ResetsItself
+from outboxio.storage.postgres.resetting import ResettingConnection
 
 OPTIONS: dict[str, Any] = {
     "keepalives_idle": IDLE,
-    "keepalives_interval": BETWEEN_QUESTIONS,
-    "keepalives_count": QUESTIONS,
+    "keepalives_interval": KEEPALIVE_INTERVAL,
+    "keepalives_count": KEEPALIVE_PROBES,
     "tcp_user_timeout": UNACKNOWLEDGED,
     "client_encoding": "utf8",
 }
 
 
-class ActionConnection(ResetsItself, PsycopgConnection):
-    """A connection of our own pool."""
+class ActionConnection(ResettingConnection, PsycopgConnection):
+    """A connection of outboxio's own pool."""
 
     _execute_with_arguments = PsycopgConnection.execute
 
@@ -34,7 +34,10 @@ class ActionConnection(ResetsItself, PsycopgConnection):
 async def connect_for_actions(
     url: str, *, timeout: float, statement_timeout: float | None, keeps_statements: bool
 ) -> ActionConnection:
-    """``keeps_statements=False``: a proxy that shares sessions forgets prepared statements between transactions."""
+    """Open a connection for actions.
+
+    ``keeps_statements=False``: a proxy that shares sessions loses prepared statements between transactions.
+    """
     connection = await _connect(url, timeout)
     if not keeps_statements:
         connection.prepare_threshold = None
@@ -47,12 +50,12 @@ async def connect_for_loops(url: str, *, timeout: float) -> PsycopgConnection:
     return PsycopgConnection(await _connect(url, timeout), binary=True)
 
 
-async def connect_to_ask(url: str, *, timeout: float) -> PsycopgConnection:
+async def connect_for_checks(url: str, *, timeout: float) -> PsycopgConnection:
     return PsycopgConnection(await _connect(url, timeout))
 
 
-async def for_loops(connection: AsyncConnection[Any]) -> PsycopgConnection:
-    """A connection that an engine has opened, as loops use it."""
+async def adapt_for_loops(connection: AsyncConnection[Any]) -> PsycopgConnection:
+    """Adapt a connection of an engine for loops."""
     try:
         await connection.rollback()
         await connection.set_autocommit(True)

@@ -1,4 +1,4 @@
-"""Rows and arguments of psycopg 3, in the form of asyncpg's."""
+"""Rows and arguments of psycopg 3 in asyncpg's form."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from uuid import UUID
 
 
 class Row(tuple[Any, ...]):
-    """A row whose columns can also be read by name, like a record of asyncpg. A list of names has its own class."""
+    """A row whose columns can also be read by name, like a record of asyncpg. Each list of names has its own class."""
 
     __slots__ = ()
-    _places: dict[str, int]
+    _positions: dict[str, int]
 
     def __getitem__(self, key: Any) -> Any:
-        return super().__getitem__(self._places[key] if type(key) is str else key)
+        return super().__getitem__(self._positions[key] if type(key) is str else key)
 
     def keys(self) -> list[str]:
-        return list(self._places)
+        return list(self._positions)
 
     def values(self) -> list[Any]:
         return list(self)
 
     def items(self) -> list[tuple[str, Any]]:
-        return list(zip(self._places, self, strict=True))
+        return list(zip(self._positions, self, strict=True))
 
     def get(self, key: str, default: Any = None) -> Any:
-        return self[key] if key in self._places else default
+        return self[key] if key in self._positions else default
 
     def __repr__(self) -> str:
         return f"<Row {' '.join(f'{name}={value!r}' for name, value in self.items())}>"
@@ -36,7 +36,7 @@ class Row(tuple[Any, ...]):
 
 @lru_cache(1024)
 def _row_class(names: tuple[str, ...]) -> type[Row]:
-    return type("Row", (Row,), {"__slots__": (), "_places": {name: n for n, name in enumerate(names)}})
+    return type("Row", (Row,), {"__slots__": (), "_positions": {name: n for n, name in enumerate(names)}})
 
 
 def rows_of(cursor: Any) -> Any:
@@ -57,7 +57,7 @@ _TEXTS: dict[type, Callable[[Any], str]] = {
 
 
 def argument(value: Any) -> Any:
-    """A value as psycopg sends it. A list remains a list if it has NULL, which in a text depends on ``array_nulls``."""
+    """Convert a value for psycopg. A list with NULL stays a list: in a text, NULL depends on ``array_nulls``."""
     kind = cast("type[object]", type(value))
     if kind is int:
         return str(value)

@@ -1,4 +1,4 @@
-"""Connections of our own pool, which reset the server session at the end of each transaction."""
+"""Connections of outboxio's own pool, which reset the server session at the end of each transaction."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from outboxio.storage.postgres.session import ending_in
 
 _Connection: Any = object  # of asyncpg, or of psycopg with the same methods
 
-# RESET ALL leaves the role and temporary tables: the next action would run as a different user, or read the temporary
-# table of an earlier action. RESET SESSION AUTHORIZATION also resets a role that the connection was opened with, so
-# that is first.
+# RESET ALL keeps the role and temporary tables: the next action would run as a different user, or read the temporary
+# table of an earlier action. RESET SESSION AUTHORIZATION comes first, because it also resets a role that the connection
+# was opened with.
 RESET_IDENTITY = "RESET SESSION AUTHORIZATION;\nRESET ROLE;\n"
 DISCARD_TABLES = "\nDISCARD TEMP;"
 
-# Most actions change neither. So a prepared statement of each connection releases the advisory locks, and returns a row
-# if there is a role or a temporary table; then the statements above follow. It is prepared, because planning it would
-# take longer than all other statements of a reset.
+# Most actions change neither. So each connection has a prepared statement that releases the advisory locks, and returns
+# a row if there is a role or a temporary table; only then do the statements above follow. It is prepared, because
+# planning it would take longer than all other statements of a reset.
 RELEASE = "outboxio_release"
 PREPARE_RELEASE = f"""
 PREPARE {RELEASE} AS SELECT 1 WHERE pg_catalog.pg_advisory_unlock_all() IS NULL
@@ -30,17 +30,17 @@ QUICK_RESET = f"CLOSE ALL;\nUNLISTEN *;\nRESET ALL;\nEXECUTE {RELEASE}"
 NO_ROW = "SELECT 0"
 
 
-class ResetsItself(_Connection):  # type: ignore[misc]  # the methods of both drivers
-    """A connection of our own pool. The statements that reset the session travel in the same message as COMMIT."""
+class ResettingConnection(_Connection):  # type: ignore[misc]  # the methods of both drivers
+    """A connection of outboxio's own pool. The statements that reset the session are sent together with COMMIT."""
 
     _execute_with_arguments: Any
     """The driver's own method."""
     is_reset: bool
-    """True if the session has the state of a new connection."""
+    """True if the session is in the state of a new connection."""
     refusals: int
-    """The refusals of the shard that this connection has taken into account; see :class:`Plans`."""
+    """The shard's rejections of prepared statements that this connection has handled; see :class:`Plans`."""
     _quick: bool | None
-    """True if QUICK_RESET is prepared; False if it is of no use; ``None`` before the first reset."""
+    """True if QUICK_RESET is prepared; False if it cannot be used; ``None`` before the first reset."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         parent: Any = super()
@@ -62,7 +62,7 @@ class ResetsItself(_Connection):  # type: ignore[misc]  # the methods of both dr
         if self._is_ending:
             return self._end(query, timeout)
         if ";" in query[:-1]:
-            self._refuse_to_end(query)
+            self._reject_transaction_end(query)
         return parent.execute(query, timeout=timeout)
 
     async def _end(self, query: str, timeout: float | None) -> None:
@@ -77,15 +77,15 @@ class ResetsItself(_Connection):  # type: ignore[misc]  # the methods of both dr
         except named("InvalidSQLStatementName", "InvalidSqlStatementName", "DuplicatePreparedStatement") as error:
             if RELEASE not in str(error):
                 raise
-            status = ""  # the transaction has ended, but the application, or a proxy, has changed the statement
+            status = ""  # the transaction has ended, but your application or a proxy has dropped or replaced RELEASE
         is_clean = status == NO_ROW and user_of(self) == self._user if quick else bool(status)
         self._quick = quick is not False and is_clean
         self.is_reset = is_clean and not self._has_listeners
 
-    def _refuse_to_end(self, query: str) -> None:
-        """Refuse statements that end the transaction: the driver would not notice a new transaction."""
-        if self.is_in_transaction() and (words := ending_in(query, self)) is not None:
-            raise TransactionEnded("an action", words)
+    def _reject_transaction_end(self, query: str) -> None:
+        """Reject statements that end the transaction: the driver would not notice a new transaction."""
+        if self.is_in_transaction() and (ending := ending_in(query, self)) is not None:
+            raise TransactionEnded("an action", ending)
 
     def get_reset_query(self) -> str:
         parent: Any = super()

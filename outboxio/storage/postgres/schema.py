@@ -1,4 +1,4 @@
-"""Migrates and checks the tables on PostgreSQL."""
+"""Migrations and checks of the tables on PostgreSQL."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from outboxio.storage.ddl import Part
 from outboxio.storage.migration import Migration, Work
 from outboxio.storage.postgres import errors
 from outboxio.storage.postgres.connection import LoopConnection
-from outboxio.storage.postgres.server_info import ONLY_READS
-from outboxio.storage.schema import Found, Rights, SqlFile, ordering, reading, refuse_lacking, rights_lacking
+from outboxio.storage.postgres.server_info import READ_ONLY_REASON
+from outboxio.storage.schema import Found, Rights, SqlFile, missing_rights, operator_rights, read_rights, require_rights
 
-# A right on any column is enough here. A right on a wrong column fails when the statement runs.
+# A privilege on any column passes this check. If it is the wrong column, the statement fails when it runs.
 RIGHTS = f"""
 SELECT t.relname, array_remove(ARRAY[
   CASE WHEN has_any_column_privilege(t.oid, 'SELECT') THEN 'SELECT' END,
@@ -27,8 +27,8 @@ SELECT t.relname, array_remove(ARRAY[
   CASE WHEN has_table_privilege(t.oid, 'DELETE') THEN 'DELETE' END], NULL)
 FROM {POSTGRES_TABLES} WHERE {IN_EVENTLOG}
 """
-# Fan-out of running processes reads this table before it writes notifications. Files may change the two in the other
-# order, and all files are one transaction: tables that are locked in the same order cause no deadlock.
+# The fan-out of running processes reads this table before it writes notifications. The files, all in one transaction,
+# may change the two in the opposite order. Locking this table first keeps the same order and prevents deadlocks.
 LOCK_FIRST = "LOCK TABLE eventlog.handler_partitions"
 IS_READ_ONLY = "SELECT pg_catalog.current_setting('transaction_read_only') = 'on'"
 USER = """
@@ -44,12 +44,12 @@ CREATE TABLE IF NOT EXISTS eventlog.schema_versions
   (version INT PRIMARY KEY, file VARCHAR(255) NOT NULL, applied_date TIMESTAMP NOT NULL)
 """
 ADOPTED = "INSERT INTO eventlog.schema_versions VALUES ($1, $2, now() AT TIME ZONE 'UTC')"
-# Needs a right on the whole database, even if the schema exists.
+# Needs a privilege on the database, even if the schema exists.
 MAKE_SCHEMA = "CREATE SCHEMA IF NOT EXISTS eventlog;"
 
 
 class _User(Struct, frozen=True):
-    """The database user, and the user's rights."""
+    """The database user and its privileges."""
 
     name: str
     quoted: str
@@ -73,10 +73,10 @@ class PostgresSchema(Migration):
     def _dialect(self) -> str:
         return "postgres"
 
-    async def orders_refused(self) -> str | None:
-        return cast("str | None", await self._admin.look(self._why_no_orders))
+    async def operations_unavailable(self) -> str | None:
+        return cast("str | None", await self._admin.look(self._why_no_operations))
 
-    async def rights_lacking(self) -> dict[str, RightsMissing]:
+    async def missing_rights(self) -> dict[str, RightsMissing]:
         return cast("dict[str, RightsMissing]", await self._admin.look(self._rights_lacking))
 
     async def _rights_lacking(self, connection: Any) -> dict[str, RightsMissing]:
@@ -84,22 +84,22 @@ class PostgresSchema(Migration):
         held = await _held(connection)
         if user.has_schema and not user.may_use_schema:
             held = {table: set[str]() for table in held}
-        return rights_lacking(self._shard, "postgres", user.name, user.quoted, held)
+        return missing_rights(self._shard, "postgres", user.name, user.quoted, held)
 
-    async def _why_no_orders(self, connection: Any) -> str | None:
+    async def _why_no_operations(self, connection: Any) -> str | None:
         try:
-            await self._refuse_lacking(connection, ordering("postgres"))
+            await self._refuse_lacking(connection, operator_rights("postgres"))
         except RightsMissing as error:
             return str(error)
-        return ONLY_READS if await connection.fetchval(IS_READ_ONLY) else None
+        return READ_ONLY_REASON if await connection.fetchval(IS_READ_ONLY) else None
 
     async def _in_turn(self, work: Work) -> list[str]:
-        async def in_turn(connection: Any) -> list[str]:
-            await connection.execute(POSTGRES.take_turns)
+        async def locked(connection: Any) -> list[str]:
+            await connection.execute(POSTGRES.lock)
             return await work(connection)
 
         try:
-            done: list[str] = await self._admin.in_transaction(in_turn)
+            done: list[str] = await self._admin.in_transaction(locked)
         except errors.named("InsufficientPrivilege") as error:
             raise self._cannot_make(error, await self._admin.use(_user)) from error
         return done
@@ -118,7 +118,7 @@ class PostgresSchema(Migration):
     async def _refuse_flaws(
         self, connection: Any, found: Found, files: Sequence[SqlFile], lost: Sequence[Part]
     ) -> None:
-        """Accept the tables: each migration is one transaction, so that no table is incomplete."""
+        """Do nothing: each migration is one transaction, so no table is incomplete."""
 
     async def _apply(self, connection: Any, files: Sequence[SqlFile], found: Found) -> None:
         has_schema = bool(files) and (await _user(connection)).has_schema
@@ -132,11 +132,11 @@ class PostgresSchema(Migration):
         return found
 
     async def _look(self, connection: Any, needed: Rights | None = None) -> Found:
-        """The existing tables. Raises :class:`RightsMissing` without the rights ``needed``, by default SELECT."""
+        """Return the existing tables. Raises :class:`RightsMissing` without a ``needed`` right (default SELECT)."""
         columns: dict[str, set[str]] = defaultdict(set)
         for table, column in await connection.fetch(POSTGRES.columns):
             columns[table].add(column)
-        await self._refuse_lacking(connection, needed or reading("postgres"))
+        await self._refuse_lacking(connection, needed or read_rights("postgres"))
         indexes, invalid, keys = set[str](), set[str](), defaultdict[str, set[str]](set)
         for table, index, is_valid, is_key, of_columns in await connection.fetch(POSTGRES.indexes):
             (indexes if is_valid else invalid).add(index)
@@ -151,10 +151,10 @@ class PostgresSchema(Migration):
         if user.has_schema and not user.may_use_schema:
             grant = f"GRANT USAGE ON SCHEMA eventlog TO {user.quoted}"
             raise RightsMissing(self._shard, user.name, "USAGE on the schema eventlog", [grant])
-        refuse_lacking(self._shard, user.name, user.quoted, needed, await _held(connection))
+        require_rights(self._shard, user.name, user.quoted, needed, await _held(connection))
 
     def _cannot_make(self, error: Exception, user: _User) -> RightsMissing:
-        """The error for a file that could not be applied."""
+        """Return the error for a file that could not be applied."""
         if not user.has_schema:
             lacking, grant = f"CREATE on the database {user.database}", f"GRANT CREATE ON DATABASE {user.database}"
         elif not user.may_create_tables:

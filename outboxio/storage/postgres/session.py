@@ -35,12 +35,12 @@ from outboxio.support.aio import TimeLimit
 
 ENDING_TIMEOUT = 10.0  # seconds for ROLLBACK, and for resetting a connection, before it is dropped
 
-# These statements run on the application's connections, with the application's search_path. So every function, operator
-# and type in them has its schema, or is a word of the grammar (timestamp, int, greatest): a function of the same name
-# in a schema of that path is never called in place of PostgreSQL's own.
+# These statements run on connections of your application, with its search_path. So all functions, operators and types
+# are schema-qualified or part of the grammar (timestamp, int, greatest). Otherwise a function of the same name in that
+# path could be called instead of PostgreSQL's.
 
-# Rows with the lock of a different process are skipped, so that two processes together have one effect. The form of the
-# condition on the states keeps every planner on the index of the ids.
+# Rows that another process has locked are skipped, so that an effect happens once. The condition on the states is
+# written so that the planner must use the index of the ids.
 CLAIM = """
 SELECT id, errors::pg_catalog.text FROM eventlog.event_notifications
 WHERE id OPERATOR(pg_catalog.=) ANY ($1::pg_catalog.uuid[])
@@ -51,7 +51,7 @@ UPDATE eventlog.event_notifications SET state = $2, attempts = $3, updated_date 
 WHERE id OPERATOR(pg_catalog.=) ANY ($1::pg_catalog.uuid[])
 """
 
-# The same transaction has written the event, so the event is still invisible outside.
+# The event was written by the same transaction, so no other transaction can see it yet.
 _NEW = {
     "id": "o.id",
     "event_id": "e.id",
@@ -89,30 +89,30 @@ FROM delivered e CROSS JOIN ROWS FROM (
 
 
 def ending_in(sql: str, connection: Any) -> str | None:
-    """The words with which ``sql`` ends the transaction, with literals read as this server session reads them."""
-    if (words := POSTGRES.ending_in(sql)) is None and "\\" not in sql:
+    """Return the command in ``sql`` that ends the transaction; literals are parsed with this session's settings."""
+    if (ending := POSTGRES.ending_in(sql)) is None and "\\" not in sql:
         return None
     escapes = connection.get_settings().standard_conforming_strings == "off"
-    return POSTGRES_ESCAPING.ending_in(sql) if escapes else words
+    return POSTGRES_ESCAPING.ending_in(sql) if escapes else ending
 
 
 class PostgresSession(Consuming):
-    """A transaction on a connection: of our pool, of a given pool or engine, or of the application."""
+    """A transaction on a connection of outboxio's pool, of a user-supplied pool or engine, or of the caller."""
 
     def __init__(
         self, connection: Any, *, is_ours: bool = False, limit: TimeLimit | None = None, plans: Plans | None = None
     ) -> None:
-        """``is_ours``: the connection is of our pool, and :class:`ResetsItself`.
+        """``is_ours``: the connection is a :class:`ResettingConnection` of outboxio's pool.
 
-        ``limit``: the time for BEGIN, and the time for writing events and COMMIT. ``plans`` is told of each statement
-        that was prepared before a table changed.
+        ``limit``: the time limit for BEGIN, and for writing events and COMMIT. ``plans`` counts the statements that
+        were prepared before a table changed.
         """
         self._connection = connection
         self._is_ours = is_ours
         self._limit = limit
         self._plans = plans
-        self.is_late = False
-        """True if the server did not answer within the limit, so that the connection was dropped."""
+        self.has_timed_out = False
+        """True if the server did not respond within the limit, and the connection was dropped."""
         self._transaction: Any = None
         self._is_untouched = False
         self._wrote = False
@@ -128,7 +128,7 @@ class PostgresSession(Consuming):
 
     @property
     def driver(self) -> Any:
-        """The connection with the methods of asyncpg's connections."""
+        """The connection, with the methods of asyncpg."""
         return self._connection
 
     async def begin(self, *, soon: bool = False) -> None:
@@ -140,7 +140,7 @@ class PostgresSession(Consuming):
     async def _start(self, transaction: Any) -> None:
         self._transaction = transaction
         if self._limit is not None:
-            self._limit.begin(self, PostgresSession._give_up)
+            self._limit.begin(self, PostgresSession._on_timeout)
         try:
             await transaction.start()
         except BaseException:
@@ -154,7 +154,7 @@ class PostgresSession(Consuming):
     async def commit(self, action: ActionRecord | None = None, events: Sequence[EventRecord] = ()) -> None:
         connection, limit = self._connection, self._limit
         if limit is not None:
-            limit.begin(self, PostgresSession._give_up)
+            limit.begin(self, PostgresSession._on_timeout)
         try:
             if action is not None and events:
                 try:
@@ -162,7 +162,7 @@ class PostgresSession(Consuming):
                 except errors.untranslatable() as error:
                     raise self._refusal_of(error, [*events, action]) from error
             elif not self._wrote:
-                # COMMIT of a failed transaction is a ROLLBACK without an error; any statement before COMMIT raises.
+                # COMMIT of a failed transaction rolls back without an error, but any statement before it raises.
                 await connection.execute("SELECT 1")
             try:
                 if self._is_ours:
@@ -176,8 +176,8 @@ class PostgresSession(Consuming):
             if limit is not None:
                 limit.end(self)
 
-    def _give_up(self) -> None:
-        self.is_late = True
+    def _on_timeout(self) -> None:
+        self.has_timed_out = True
         self.discard()
 
     async def rollback(self) -> None:
@@ -189,7 +189,7 @@ class PostgresSession(Consuming):
             async with asyncio.timeout(ENDING_TIMEOUT):
                 await self._transaction.rollback()
         else:
-            self.discard()  # SQL of the application has ended the transaction, and the driver does not know
+            self.discard()  # the action's SQL has ended the transaction, which the driver did not notice
 
     def discard(self) -> None:
         if not self._is_gone():
@@ -239,7 +239,7 @@ class PostgresSession(Consuming):
         self._wrote = True
 
     async def consume(self, consumed: ConsumeResult) -> ConsumeResult:
-        # A single row is the common case, and costs half as much without arrays.
+        # A single row is the common case, and takes half as long without arrays.
         await self._storing([consumed], self._connection.execute(CONSUME_ONE, *of_consumed(consumed)))
         key = [consumed.source], [consumed.external_id], [consumed.handler_name]
         return ConsumeResult(*await self._connection.fetchrow(CONSUMED, *key))
@@ -252,11 +252,11 @@ class PostgresSession(Consuming):
         await self._storing(consumed, self._connection.execute(CONSUME, *consumed_columns(consumed)))
         return await self._find_consumed(consumed)
 
-    async def _find_consumed(self, wanted: Sequence[ConsumeResult]) -> list[ConsumeResult]:
-        keys = {(row.source, row.external_id, row.handler_name) for row in wanted}
-        columns = [sorted(set(column)) for column in zip(*keys, strict=True)]
-        rows = await self._storing(wanted, self._connection.fetch(CONSUMED, *columns))
-        return [ConsumeResult(*row) for row in rows if tuple(row[:3]) in keys]
+    async def _find_consumed(self, keys: Sequence[ConsumeResult]) -> list[ConsumeResult]:
+        requested = {(row.source, row.external_id, row.handler_name) for row in keys}
+        columns = [sorted(set(column)) for column in zip(*requested, strict=True)]
+        rows = await self._storing(keys, self._connection.fetch(CONSUMED, *columns))
+        return [ConsumeResult(*row) for row in rows if tuple(row[:3]) in requested]
 
     async def insert_received(self, received: Sequence[ReceivedEvent]) -> None:
         records = [row for each in received for row in reversed(each)]
@@ -268,7 +268,7 @@ class PostgresSession(Consuming):
         self._wrote = True
 
     async def _storing(self, records: Iterable[Struct], statement: Awaitable[Any]) -> Any:
-        """The result of a statement. Raises the error that names the field which the database cannot store."""
+        """Return the result of a statement. On failure, raise an error that names the field that cannot be stored."""
         try:
             return await statement
         except errors.untranslatable() as error:
@@ -278,7 +278,7 @@ class PostgresSession(Consuming):
         return refusal_of(records, encoding_of(self._connection)) or error
 
     async def _first(self, run: Callable[..., Awaitable[Any]], sql: str, args: Sequence[Any]) -> Any:
-        """Run the first statement of the transaction, and once more in a new transaction if a table changed since."""
+        """Run the first statement of the transaction; retry it in a new transaction if a table has changed."""
         self._is_untouched = False
         try:
             return await run(sql, *args)
@@ -289,16 +289,16 @@ class PostgresSession(Consuming):
             return await run(sql, *args)
 
     async def _begin_again(self, error: Exception) -> None:
-        """Replace the transaction. The only statement failed, so no work is lost."""
+        """Replace the transaction. Its only statement failed, so no work is lost."""
         if self._plans is not None:
-            self._plans.heed([error])
+            self._plans.record([error])
         await self._connection.reload_schema_state()
         await self._transaction.rollback()
         await self.begin()
         self._is_untouched = False
 
     def _is_gone(self) -> bool:
-        """True if the connection is closed. A pool takes a closed connection back at once; then the proxy raises."""
+        """True if the connection is closed. A pool reclaims closed connections, and then the proxy raises."""
         try:
             return bool(self._connection.is_closed())
         except errors.named("Interface"):

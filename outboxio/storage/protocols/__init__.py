@@ -1,18 +1,18 @@
-"""The seam between outboxio and a database: the protocols that a dialect implements.
+"""The interface between outboxio and a database: the protocols that a dialect implements.
 
 To write a dialect, read in this order:
 
-1. ``values``: the values that cross the seam.
-2. ``hot``: the protocols of each action, each round of fan-out and each round of dispatch. Speed matters here.
-3. ``database``: one shard's database, which puts the rest together; migration, and the checks at start-up.
+1. ``values``: the values that are passed.
+2. ``hot``: the protocols of every action, every round of fan-out and every round of dispatch. Speed matters here.
+3. ``database``: the database of a shard, which combines these; migration, and the checks at startup.
 
-Tables that only operators use are in ``storage/tables``; ``operating`` has the values that these return.
+Tables that only operators use are in ``storage/tables``; ``operating`` has the values that they return.
 
-A repository turns rows into values and back. ``Session`` works in the transaction of the application. The
-remaining methods are short transactions, or single autocommit statements, on connections of the loops.
+``Session`` works in the transaction of your application. All other methods are short transactions, or single autocommit
+statements, on the connections of the loops.
 """
 
-from outboxio.storage.protocols.database import SHARE_OF_AUTOMATIC, Database, Schema, counts_of, full_of_automatic
+from outboxio.storage.protocols.database import SHARE_OF_AUTOMATIC, Database, Schema, counts_of, near_lock_capacity
 from outboxio.storage.protocols.hot import (
     ClusterLock,
     DispatchStore,
@@ -23,8 +23,9 @@ from outboxio.storage.protocols.hot import (
     SessionUnit,
 )
 from outboxio.storage.protocols.operating import (
-    ActionPlace,
-    BulkOrder,
+    ActionPageCursor,
+    BulkOperation,
+    ChunkResult,
     Counted,
     DeadFigures,
     DeferredFigures,
@@ -36,7 +37,6 @@ from outboxio.storage.protocols.operating import (
     InstanceReport,
     LastError,
     ParkedKey,
-    Piece,
     Taken,
 )
 from outboxio.storage.protocols.values import (
@@ -46,6 +46,7 @@ from outboxio.storage.protocols.values import (
     ClusterView,
     CommitLost,
     ConsumeResult,
+    ControlState,
     FanoutRequest,
     FanoutResult,
     Head,
@@ -53,11 +54,10 @@ from outboxio.storage.protocols.values import (
     Instance,
     LockGrant,
     NewNotification,
-    Orders,
     PartitionCount,
     Pause,
     PurgeResult,
-    Rehomed,
+    RehashResult,
     SeenLease,
     StartedRun,
     TransactionLost,
@@ -67,11 +67,12 @@ from outboxio.storage.protocols.values import (
 )
 
 __all__ = [
-    "LONGEST_SILENCE", "SHARE_OF_AUTOMATIC", "SHARE_OF_HEARTBEAT", "ActionPlace", "Announced", "BulkOrder",
-    "ClusterLock", "ClusterView", "CommitLost", "ConsumeResult", "Counted", "Database", "DeadFigures",
-    "DeferredFigures", "DispatchStore", "DueFigures", "EventSummary", "FanoutRequest", "FanoutResult", "FanoutStore",
-    "Found", "FoundAction", "HandlerMinute", "Head", "Holder", "Instance", "InstanceReport", "KeySession", "LastError",
-    "LockGrant", "NewNotification", "OrderingRepository", "Orders", "ParkedKey", "PartitionCount", "Pause", "Piece",
-    "PurgeResult", "Rehomed", "Schema", "SeenLease", "Session", "SessionUnit", "StartedRun", "Taken", "TransactionLost",
-    "Waiting", "active_partitions", "counts_of", "full_of_automatic", "slots_of",
+    "LONGEST_SILENCE", "SHARE_OF_AUTOMATIC", "SHARE_OF_HEARTBEAT", "ActionPageCursor", "Announced", "BulkOperation",
+    "ChunkResult", "ClusterLock", "ClusterView", "CommitLost", "ConsumeResult", "ControlState", "Counted",
+    "Database", "DeadFigures", "DeferredFigures", "DispatchStore", "DueFigures", "EventSummary", "FanoutRequest",
+    "FanoutResult", "FanoutStore", "Found", "FoundAction", "HandlerMinute", "Head", "Holder", "Instance",
+    "InstanceReport", "KeySession", "LastError", "LockGrant", "NewNotification", "OrderingRepository", "ParkedKey",
+    "PartitionCount", "Pause", "PurgeResult", "RehashResult", "Schema", "SeenLease", "Session", "SessionUnit",
+    "StartedRun", "Taken", "TransactionLost", "Waiting", "active_partitions", "counts_of", "near_lock_capacity",
+    "slots_of",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""The database of a shard, which puts the rest together; migration, and the checks at start-up."""
+"""The database of a shard, which combines all other protocols; migration, and the checks at startup."""
 
 from __future__ import annotations
 
@@ -40,50 +40,50 @@ if TYPE_CHECKING:
 
 
 class Schema(Protocol):
-    """The tables: migration, and the check that all tables are complete."""
+    """Migrates the tables and checks that they are complete."""
 
     async def migrate(self, *, contract: bool = False) -> list[str]:
-        """Apply the files that are not applied yet; their names.
+        """Apply the files that were not applied yet; return their names.
 
-        A file that drops a part for which an older version has a use (a contract file) waits for ``contract``. Raises
-        :class:`SchemaInUse` if an older version has announced handlers within 2 minutes, in any namespace.
+        Files that drop a part that an older version uses (contract files) are applied only with ``contract``. Raises
+        :class:`SchemaInUse` if an older version has announced handlers within the last 2 minutes, in any namespace.
         """
         ...
 
     async def adopt(self, *, dry_run: bool = False) -> list[str]:
-        """Take over the tables of Ekbatan, and apply the later files; the statements that were run for the tables.
+        """Adopt the tables of Ekbatan, and apply the later files; return the statements that adopt the tables.
 
         With ``dry_run`` nothing changes. Raises :class:`SchemaNotAdoptable` for tables that are not Ekbatan's.
         """
         ...
 
     async def pending(self) -> list[str]:
-        """The contract files that are not applied yet; their names."""
+        """Return the names of the contract files that were not applied yet."""
         ...
 
     async def uses_alembic(self) -> bool:
-        """True if Alembic has changed this database: its table ``alembic_version`` exists."""
+        """Return True if Alembic manages this database: its table ``alembic_version`` exists."""
         ...
 
-    async def orders_refused(self) -> str | None:
-        """Why this user cannot change notifications here: a standby, or a missing right; ``None`` if orders work."""
+    async def operations_unavailable(self) -> str | None:
+        """Return why this user cannot change notifications: a standby, or a missing right; ``None`` if it can."""
         ...
 
-    async def rights_lacking(self) -> Mapping[str, RightsMissing]:
-        """The kinds of operations for which this user lacks a right, each with the error that names the right."""
+    async def missing_rights(self) -> Mapping[str, RightsMissing]:
+        """Return the kinds of operations for which this user lacks a right, each with its error."""
         ...
 
     async def check(self, needed: Rights | None = None) -> None:
         """Raise :class:`SchemaMissing` or :class:`SchemaNewer` unless the tables are complete.
 
         ``needed``: the rights that the process needs on each table. Raises :class:`RightsMissing` without these rights,
-        or without the right to read the tables that exist.
+        or without the right to read the existing tables.
         """
         ...
 
 
 class Database(Protocol):
-    """The database of a shard. A database closes the connections that the database opened."""
+    """The database of a shard. It closes only the connections that it has opened."""
 
     bootstraps: Bootstraps
     deferred: Deferred
@@ -116,12 +116,12 @@ class Database(Protocol):
 
     @property
     def check_numbers(self) -> Check | None:
-        """The check of the numbers in JSON documents; ``None`` if the database keeps all numbers."""
+        """The check of numbers in JSON documents; ``None`` if the database stores all numbers exactly."""
         ...
 
     @property
     def sends_text(self) -> bool:
-        """True if the payload of :meth:`notify` reaches all processes, and not only the fact that there is one."""
+        """True if :meth:`notify` delivers its payload to all processes, and does not only wake them."""
         ...
 
     @property
@@ -131,27 +131,27 @@ class Database(Protocol):
 
     @property
     def wakes_across_processes(self) -> bool:
-        """True if :meth:`notify` reaches all processes."""
+        """True if :meth:`notify` wakes all processes."""
         ...
 
     @property
     def has_one_writer(self) -> bool:
-        """True if an open transaction keeps all new transactions from writing."""
+        """True if an open transaction blocks all other writers."""
         ...
 
     @property
     def handler_transactions(self) -> int:
-        """The largest number of transactional handlers at a time that leaves connections for actions."""
+        """How many transactional handlers may run at once without using up the connections of actions."""
         ...
 
     @property
     def pool_size(self) -> int:
-        """The largest number of connections that may be in use for actions and handlers; 0 without a limit."""
+        """How many connections actions and handlers may use at once; 0 without a limit."""
         ...
 
     @property
     def connections_in_use(self) -> int:
-        """The number of connections that actions, handlers and reads of the application have in use."""
+        """How many connections actions, handlers and reads of your application use now."""
         ...
 
     @property
@@ -170,19 +170,19 @@ class Database(Protocol):
     def schema(self) -> Schema: ...
 
     def session(self) -> AbstractAsyncContextManager[Session]:
-        """A connection for a single transaction of the application."""
+        """Return a connection for a single transaction of your application."""
         ...
 
     def reading(self) -> AbstractAsyncContextManager[Session]:
-        """A connection for a single read-only transaction of the application."""
+        """Return a connection for a single read-only transaction of your application."""
         ...
 
     def wrap(self, connection: Any) -> Session | None:
-        """The application's connection, in the open transaction; ``None`` for a connection of a different driver."""
+        """Return a session on the caller's connection with an open transaction; ``None`` if the driver is different."""
         ...
 
-    async def require_own(self, connection: Any) -> None:
-        """Raise :class:`OtherDatabase` if a connection of the application leads to a different database.
+    async def require_same_database(self, connection: Any) -> None:
+        """Raise :class:`WrongDatabase` if the caller's connection leads to a different database.
 
         Each connection is checked once.
         """
@@ -191,84 +191,84 @@ class Database(Protocol):
     def cluster_lock(
         self, owner: str, channel: str | None, heartbeat: float, longest_block: float = 60.0
     ) -> ClusterLock:
-        """A cluster lock with a separate session, which listens on ``channel`` (``None``: on no channel).
+        """Return a cluster lock with a separate session, which listens on ``channel`` (``None``: on no channel).
 
-        ``heartbeat``: the seconds between two proofs. ``longest_block``: the seconds for which the event loop may stand
-        still without losing the locks, if the session lives in a thread.
+        ``heartbeat``: the seconds between two proofs. ``longest_block``: for how many seconds the event loop may be
+        blocked without losing the locks, if the session runs in a thread.
         """
         ...
 
     def key_session(self, owner: str, heartbeat: float) -> KeySession:
-        """A session for keyed locks, which is not open yet. ``heartbeat``: the seconds between two proofs."""
+        """Return a session for keyed locks, not yet open. ``heartbeat``: the seconds between two proofs."""
         ...
 
-    def most_key_sessions(self, wanted: int) -> int:
-        """The largest number of key sessions, if the setting says ``wanted``: a given pool serves only a few."""
+    def max_key_sessions(self, configured: int) -> int:
+        """Return the largest number of key sessions. A user-supplied pool may allow fewer than ``configured``."""
         ...
 
     async def notify(self, channel: str, payload: str) -> None:
-        """Wake all processes, outside of the application's transactions."""
+        """Wake all processes, outside of any transaction of your application."""
         ...
 
     async def now(self) -> datetime:
-        """The time of the database's clock, naive UTC."""
+        """Return the time of the database's clock, naive UTC."""
         ...
 
-    async def lock_room(self) -> int | None:
-        """The number of locks for which the server has room, for all applications; ``None`` without such a limit."""
+    async def lock_capacity(self) -> int | None:
+        """Return how many locks the server can hold for all its users; ``None`` without such a limit."""
         ...
 
     async def refuse_shared_sessions(self) -> None:
-        """Raise :class:`PooledConnection` if locks and LISTEN would go through a proxy that shares server sessions."""
+        """Raise :class:`PooledConnection` if locks and LISTEN would use a proxy that shares server sessions."""
         ...
 
     async def check_connections(self) -> None:
-        """Raise :class:`ConfigurationError` if connections of the application would change values of outboxio."""
+        """Raise :class:`ConfigurationError` if settings of user-supplied connections would alter stored values."""
         ...
 
-    def require_room(self, loops: int) -> None:
-        """Raise :class:`PoolTooSmall` if a given pool is too small for ``loops`` loops and an action."""
+    def require_capacity(self, loops: int) -> None:
+        """Raise :class:`PoolTooSmall` if a user-supplied pool is too small for ``loops`` loops and an action."""
         ...
 
     async def release_loops(self) -> None:
-        """Give back the connections of the loops."""
+        """Release the connections of the loops."""
         ...
 
     async def close(self) -> None: ...
 
     def is_transient(self, error: BaseException) -> bool:
-        """True for a serialization failure, a deadlock or a busy database: another try may succeed."""
+        """Return True for a serialization failure, a deadlock or a busy database: a retry may succeed."""
         ...
 
     def refuses_value(self, error: BaseException) -> bool:
-        """True if the database refused a value, so that the same value would fail again."""
+        """Return True if the database rejected a value, so that a retry would fail too."""
         ...
 
     def is_unreachable(self, error: BaseException) -> bool:
-        """True if the database cannot be reached, or stopped answering."""
+        """Return True if the database is unreachable or stopped responding."""
         ...
 
     def lacks_rights(self, error: BaseException) -> bool:
-        """True if the user of the database lacks a right for a statement."""
+        """Return True if the database user lacks a right for a statement."""
         ...
 
     def lacks_schema(self, error: BaseException) -> bool:
-        """True if a table or a column of outboxio is missing."""
+        """Return True if a table or column of outboxio is missing."""
         ...
 
 
-SHARE_OF_AUTOMATIC = 8  # all automatic partitions together use at most this part of the server's room for locks
+SHARE_OF_AUTOMATIC = 8  # automatic partitions use at most an eighth of the server's lock capacity
 
 
-async def full_of_automatic(database: Database, counts: Iterable[PartitionCount]) -> tuple[int, int] | None:
-    """The automatic partitions and the server's room for locks, if the next handler cannot have as many again."""
+async def near_lock_capacity(database: Database, counts: Iterable[PartitionCount]) -> tuple[int, int] | None:
+    """Return the automatic partitions and the server's lock capacity, if there is no capacity for as many again."""
     automatic = sum(one.number for one in counts if one.is_automatic and one.number > 1)
-    room = await database.lock_room() if automatic else None
-    return None if room is None or 2 * automatic * SHARE_OF_AUTOMATIC <= room else (automatic, room)
+    capacity = await database.lock_capacity() if automatic else None
+    return None if capacity is None or 2 * automatic * SHARE_OF_AUTOMATIC <= capacity else (automatic, capacity)
 
 
 async def counts_of(database: Database, namespace: str) -> Mapping[str, PartitionCount]:
-    """The numbers of partitions by stored handler name; a name without a number has a single partition."""
+    """Return the partition counts by stored handler name. Names without a count have a single partition."""
     if database.partitions is None:
         return {}
-    return {one.handler_name: one for one in (await database.subscriptions.orders(namespace)).partitions}
+    return {one.handler_name: one for one in (await database.subscriptions.control_state(namespace)).partitions}

@@ -26,23 +26,23 @@ if TYPE_CHECKING:
 
 
 class SessionUnit(Protocol):
-    """The SQLAlchemy session of a transaction, for a database that was given as an engine."""
+    """The SQLAlchemy session of a transaction, if the database is a user-supplied engine."""
 
     def session(self, action_name: str) -> AsyncSession:
-        """The session, made at the first call. The session refuses to commit in the name of the action."""
+        """Return the session, which is created by the first call. Its error on commit() names the action."""
         ...
 
     async def flush(self) -> None:
-        """Write the changes of the session, if there is a session."""
+        """Flush the session, if there is one."""
         ...
 
 
 class Session(Protocol):
-    """A connection, checked out for a single transaction of the application."""
+    """A connection that is checked out for a single transaction of your application."""
 
     @property
     def unit(self) -> SessionUnit | None:
-        """The unit of the transaction; ``None`` unless the database was given as an engine."""
+        """The unit of work of the transaction; ``None`` unless the database is a user-supplied engine."""
         ...
 
     @property
@@ -58,33 +58,33 @@ class Session(Protocol):
         ...
 
     async def begin_reading(self) -> None:
-        """Begin a read-only transaction. :meth:`rollback` ends the transaction."""
+        """Begin a read-only transaction, which :meth:`rollback` ends."""
         ...
 
     def commit(self, action: ActionRecord | None = None, events: Sequence[EventRecord] = ()) -> Awaitable[None]:
-        """Write the rows of the action, if events are given, and commit, in as few round trips as the database allows.
+        """Write the rows of the action, if there are events, and commit, in as few round trips as possible.
 
-        Raises :class:`CommitLost` if the result of COMMIT is unknown, :class:`TransactionLost` if the transaction had
-        ended before.
+        Raises :class:`CommitLost` if the result of COMMIT is unknown, and :class:`TransactionLost` if the transaction
+        had already ended.
         """
         ...
 
     async def rollback(self) -> None: ...
 
     def discard(self) -> None:
-        """Close the connection at once, because the state is unknown."""
+        """Close the connection immediately, because its state is unknown."""
         ...
 
     def in_transaction(self) -> bool:
-        """True if a transaction is open. SQL of the application may have ended the transaction."""
+        """Return True if a transaction is open. SQL of your application may have ended it."""
         ...
 
     def would_end(self, sql: str) -> str | None:
-        """The first words of a statement in ``sql`` that ends the transaction; ``None`` if no statement does."""
+        """Return the keywords of the first statement in ``sql`` that ends the transaction, or ``None``."""
         ...
 
     async def execute(self, sql: str, args: Sequence[Any]) -> int:
-        """Run a statement; the number of rows that the statement touched."""
+        """Run a statement; return the number of affected rows."""
         ...
 
     async def fetch(self, sql: str, args: Sequence[Any]) -> list[Any]: ...
@@ -92,214 +92,213 @@ class Session(Protocol):
     async def fetchrow(self, sql: str, args: Sequence[Any]) -> Any | None: ...
 
     async def claim(self, ids: Sequence[UUID], states: Sequence[str]) -> dict[UUID, str]:
-        """Lock notifications until the transaction ends; the errors of each as JSON text, by id.
+        """Lock notifications until the transaction ends; return their errors as JSON text, by id.
 
-        Left out are rows in a state that is not in ``states``, and rows with a lock of a different transaction.
+        Rows in other states than ``states``, and rows locked by another transaction, are left out.
         """
         ...
 
     async def finish(self, ids: Sequence[UUID], state: str, attempts: int, now: datetime) -> None:
-        """Write the outcome of claimed notifications. The outcome commits with the transaction."""
+        """Write the outcome of claimed notifications, which commits with the transaction."""
         ...
 
     async def insert_notifications(self, event_id: UUID, owed: Sequence[NewNotification], now: datetime) -> None:
-        """Write notifications of an event that this transaction has written, and mark the event delivered."""
+        """Write notifications of an event of this transaction, and mark the event delivered."""
         ...
 
     async def consume(self, consumed: ConsumeResult) -> ConsumeResult:
-        """Write that an inbox message was received, unless a row says so already; the row afterwards."""
+        """Record that an inbox message was received, unless a row exists; return the row."""
         ...
 
     async def consume_all(self, consumed: Sequence[ConsumeResult]) -> list[ConsumeResult]:
-        """Write the rows of many inbox messages with a single statement, except rows that exist; the rows afterwards.
+        """Record many inbox messages with a single statement, except existing rows; return the rows.
 
-        ``consumed`` is in the order of the primary key. Of equal keys the first is written.
+        ``consumed`` is sorted by primary key. Of equal keys the first is written.
         """
         ...
 
     async def consumed(self, source: str, external_id: str, handler_names: Sequence[str]) -> list[ConsumeResult]:
-        """The rows of ``consumed_events`` with the external id and a name of ``handler_names``."""
+        """Return the rows of ``consumed_events`` with this external id and one of the handler names."""
         ...
 
     async def insert_received(self, received: Sequence[ReceivedEvent]) -> None:
-        """Write the events of inbox messages in their order, with a single statement unless the rows are very large.
+        """Write the events of inbox messages in order, with a single statement unless the rows are very large.
 
-        Raises :class:`TransactionLost` if the transaction had ended before.
+        Raises :class:`TransactionLost` if the transaction had already ended.
         """
         ...
 
     async def insert_events(self, action: ActionRecord, events: Sequence[EventRecord]) -> None:
         """Write the rows of an action in a single statement.
 
-        Raises :class:`TransactionLost` if the transaction had ended before.
+        Raises :class:`TransactionLost` if the transaction had already ended.
         """
         ...
 
 
 class FanoutStore(Protocol):
-    """Events to notifications."""
+    """Turns events into notifications."""
 
     async def fan_out(self, request: FanoutRequest) -> FanoutResult:
         """Write the notifications of undelivered events, and mark the events delivered, in a single transaction.
 
-        Keys that ordered handlers want advance together: if a key reaches the limit, the remaining keys give no event
-        after the last event of that key. So a later event of an ordering key never becomes due before an earlier event
-        of a different type. A key counts as full if events were left for this reason.
+        Keys of ordered handlers advance together: if a key reaches its limit, no other key advances beyond the last
+        event of that key. So a later event of an ordering key never becomes due before an earlier event of a different
+        type. A key counts as full if it has remaining events for this reason.
         """
         ...
 
     async def any_undelivered(self, namespace: str, seen_since: datetime) -> bool:
-        """True if an undelivered event waits for a live subscription."""
+        """Return True if an undelivered event waits for a live subscription."""
         ...
 
 
 class DispatchStore(Protocol):
-    """Notifications to the dispatcher, and outcomes back."""
+    """Finds notifications for the dispatcher, and writes their outcomes."""
 
     @property
     def can_settle(self) -> bool:
-        """True if the connection for outcomes is open. A run may only start if the outcome can be written."""
+        """True if the connection for outcomes is open. Runs start only while outcomes can be written."""
         ...
 
-    async def find_due(self, namespace: str, now: datetime, wanted: Sequence[DueQuery]) -> Sequence[Notification]:
-        """Due rows in order: for each query the rows behind the scan position, up to the limit."""
+    async def find_due(self, namespace: str, now: datetime, queries: Sequence[DueQuery]) -> Sequence[Notification]:
+        """Return due rows in order: for each query up to ``limit`` rows after its scan position."""
         ...
 
     async def settle(self, bucket: Bucket, now: datetime) -> int:
-        """Write a bucket of outcomes in a single autocommit statement; the number of outcomes that were written.
+        """Write a bucket of outcomes in a single autocommit statement; return how many were written.
 
-        The statement refuses an outcome if the term is over (decision 3), or if the row is terminal.
+        An outcome is rejected if its term is over (decision 3), or if the row is in a final state.
         """
         ...
 
     async def settle_emitting(self, bucket: Bucket, now: datetime) -> int:
-        """Write a bucket of outcomes and ``bucket.emitted`` in a transaction: the whole bucket, or no outcome."""
+        """Write a bucket of outcomes and ``bucket.emitted`` in one transaction: all outcomes or none."""
         ...
 
 
 class OrderingRepository(Protocol):
-    """Rows of ``event_notifications`` that wait for a row in front.
+    """Rows of ``event_notifications`` that wait for another row.
 
     The key queue of an ordering key holds the unfinished rows of an ordered handler with this key, under the handler's
-    name and aliases. The head is the row with the lowest sequence, and the rest waits for the head. A DEAD or
-    EXPIRED row that parks the key stays in the key queue. A waiting row is BLOCKED, which keeps it out of the due
-    index.
+    name and aliases. The head is the row with the lowest sequence; all others wait for it. A DEAD or EXPIRED row that
+    parks the key stays in the queue. Waiting rows are BLOCKED, which keeps them out of the index of due rows.
 
-    Only the process with the handler's dispatch lock blocks and unblocks rows. A superfluous block or unblock does no
-    harm, because admission decides every start by the key queue and not by the state of the row alone.
+    Only the process with the handler's dispatch lock blocks and unblocks rows. A superfluous block or unblock is
+    harmless, because admission checks the key queue before every start, not only the state of the row.
     """
 
     async def find_heads(
         self, namespace: str, names: Sequence[str], keys: Sequence[str], *, parks: bool
     ) -> dict[str, Head]:
-        """The head of each key that has rows, over all names. ``parks``: DEAD and EXPIRED rows count."""
+        """Return the head of each key that has rows, over all names. ``parks``: DEAD and EXPIRED rows count."""
         ...
 
-    async def find_lines(
+    async def find_queues(
         self, namespace: str, names: Sequence[str], keys: Sequence[str], limit: int, *, parks: bool
     ) -> dict[str, list[UUID]]:
-        """The first ``limit`` rows in the key queue of each key, over all names, in order, beginning with the head."""
+        """Return the first ``limit`` rows of each key queue, over all names, starting at the head."""
         ...
 
     async def heads_after(
         self, namespace: str, name: str, after: str | None, limit: int, *, parks: bool
     ) -> dict[str, Head]:
-        """The heads of the next ``limit`` keys of a name behind the key ``after``, in the order of the keys.
+        """Return the heads of the next ``limit`` keys of a name after the key ``after``, by key.
 
         ``after`` is ``None`` for the first keys.
         """
         ...
 
     async def block(self, ids: Sequence[UUID], now: datetime) -> int:
-        """Make PENDING and FAILED rows BLOCKED; the number of rows. The ids are in order, as rows are locked."""
+        """Make PENDING and FAILED rows BLOCKED; return the number of rows. The ids are sorted: the order of locking."""
         ...
 
     async def unblock(
         self, namespace: str, names: Sequence[str], keys: Sequence[str], limit: int, now: datetime
     ) -> int:
-        """Make the first ``limit`` BLOCKED rows of each key PENDING; the number of rows. The retention starts now."""
+        """Make the first ``limit`` BLOCKED rows of each key PENDING; return their number. Retention starts now."""
         ...
 
     async def find_preceded(self, ids: Sequence[UUID]) -> set[UUID]:
-        """The ids of rows that a PENDING or BLOCKED row of lower priority and of the same event precedes."""
+        """Return the ids of rows that a PENDING or BLOCKED row of the same event with a lower priority precedes."""
         ...
 
     async def find_blocked(
         self, namespace: str, names: Sequence[str], after: int, limit: int
     ) -> list[tuple[int, UUID]]:
-        """BLOCKED rows without an ordering key behind a sequence: sequence and event id, in order of the sequence."""
+        """Return BLOCKED rows without an ordering key after a sequence: sequence and event id, by sequence."""
         ...
 
     async def release(self, event_ids: Sequence[UUID], now: datetime) -> int:
-        """Make BLOCKED rows of the events PENDING if no row of lower priority precedes; the number of rows.
+        """Make BLOCKED rows of the events PENDING unless another row precedes them; return the number of rows.
 
-        The retention starts now.
+        Retention starts now.
         """
         ...
 
     async def find_undelivered(
-        self, namespace: str, wanted: str, before: int, limit: int, *, is_topic: bool
+        self, namespace: str, key: str, before: int, limit: int, *, is_topic: bool
     ) -> list[tuple[int, str | None]]:
-        """The first events of a type, or on a topic, that wait for fan-out: sequence and ordering key, in order.
+        """Return the first events of a type or topic that wait for fan-out: sequence and ordering key, by sequence.
 
-        ``before``: only events of a lower sequence.
+        ``before``: only events with a lower sequence.
         """
         ...
 
     async def postpone(self, ids: Sequence[UUID], until: datetime, now: datetime) -> int:
-        """Make PENDING rows due at ``until``; the number of rows. The retention starts at ``until``.
+        """Make PENDING rows due at ``until``, when their retention starts; return the number of rows.
 
-        The ids are in order, as rows are locked.
+        The ids are sorted: the order of locking.
         """
         ...
 
 
 class ClusterLock(Protocol):
-    """Exclusivity across processes: named locks that last as long as a session of this process.
+    """Exclusivity across processes: named locks that are held as long as a session of this process lives.
 
-    The same session receives the wake-ups from outside (decision 4).
+    The same session receives wake-ups from other processes (decision 4).
     """
 
     async def acquire(self, names: Sequence[LockName]) -> dict[LockName, LockGrant]:
-        """Try each name once; the locks that were free, which this process now holds."""
+        """Try to acquire each lock once; return the locks that this process now holds."""
         ...
 
     async def try_probe(self, name: LockName) -> bool:
-        """Try a lock that has no lease, until :meth:`close`. False shows that two shards share a database."""
+        """Try to acquire a lock without a lease until :meth:`close`. Returns False if two shards share a database."""
         ...
 
     async def heartbeat(self) -> Proof:
-        """Prove that the session lives. Raises if the session has ended."""
+        """Prove that the session is alive. Raises an error if it has ended."""
         ...
 
     @property
     def proof(self) -> Proof | None:
-        """The last proof, if a thread makes proofs by itself; ``None`` without a thread or without a session."""
+        """The last proof of a thread that makes proofs itself; ``None`` without a thread or a session."""
         ...
 
     async def release(self, names: Sequence[LockName]) -> None:
-        """Give locks back, and write ``released_term`` in the leases."""
+        """Release locks, and write ``released_term`` in the leases."""
         ...
 
-    async def listen(self, heard: Callable[[str], None]) -> None:
-        """Open the session if needed. Call ``heard`` with each wake-up from outside."""
+    async def listen(self, on_wake: Callable[[str], None]) -> None:
+        """Open the session if needed. Call ``on_wake`` with each wake-up from another process."""
         ...
 
     def when_lost(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` as soon as the session is known to have ended."""
+        """Call ``callback`` as soon as the session is found to have ended."""
         ...
 
     async def close(self) -> None: ...
 
 
-# --- keyed locks of the application: the sessions that hold the locks -----------------------------
+# --- keyed locks of your application: the sessions that hold them ----------------------------------
 
 
 class KeySession(Protocol):
-    """A session that holds keyed locks. The locks last as long as the session, which is opened once.
+    """A session that holds keyed locks as long as it lives. It is opened once.
 
-    A failed or interrupted call drops the session, because the server may have given a lock of which this process does
-    not know. All locks of the session end with the session.
+    A failed or interrupted call drops the session and with it all of its locks, because the server may have granted a
+    lock before the failure.
     """
 
     @property
@@ -307,12 +306,12 @@ class KeySession(Protocol):
 
     @property
     def waits(self) -> bool:
-        """True if :meth:`take` can wait on the server, in the order in which the calls come."""
+        """True if :meth:`take` can wait on the server, in the order of the calls."""
         ...
 
     @property
     def longest_silence(self) -> float:
-        """The seconds after which the server ends a silent session."""
+        """The seconds after which the server ends an inactive session."""
         ...
 
     async def open(self) -> None:
@@ -320,20 +319,20 @@ class KeySession(Protocol):
         ...
 
     async def take(self, name: LockName, seconds: int) -> bool:
-        """Take a lock, and wait up to ``seconds`` on the server; False if the lock was not free.
+        """Acquire a lock, and wait up to ``seconds`` on the server; return False if it was not free.
 
-        A refused caller has a place in the line of processes, if the dialect has a line, until :meth:`leave`.
+        If the dialect has a queue of processes, the caller then stays in it until :meth:`leave`.
         """
         ...
 
     async def leave(self, name: LockName) -> None:
-        """Release a lock, or leave the line of processes that wait for the lock."""
+        """Release a lock, or leave the queue of processes that wait for it."""
         ...
 
     async def raise_term(self, lease: str) -> int:
-        """Raise the fencing term in a row of ``leases``, and return the term.
+        """Increment the fencing term in a row of ``leases``, and return it.
 
-        The statement runs on this session, so the answer proves that the session held its locks.
+        The statement runs on this session, so its result proves that the session held its locks.
         """
         ...
 
@@ -342,9 +341,9 @@ class KeySession(Protocol):
         ...
 
     def drop(self) -> None:
-        """Close the session at once. The server releases the locks."""
+        """Close the session immediately. The server releases the locks."""
         ...
 
     async def close(self) -> None:
-        """Close the session with a goodbye to the server, or give a dropped connection back to its pool."""
+        """Close the session cleanly, or return a dropped connection to its pool."""
         ...

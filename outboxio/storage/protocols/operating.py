@@ -1,4 +1,4 @@
-"""The protocols behind what operators see and order: search for notifications, probes, operations, reports.
+"""Values for operators: searches for notifications, probes, operations, reports.
 
 Every read is bounded: no statement reads all the rows that retention keeps.
 """
@@ -13,23 +13,23 @@ from uuid import UUID
 import msgspec
 from msgspec import Struct
 
-from outboxio.model.operating.groups import Place, Search
+from outboxio.model.operating.groups import PageCursor, Search
 from outboxio.model.operating.operation import EventColumns, Operation
 
 R = TypeVar("R")
 P = TypeVar("P")
 
-SILENT_REPORTS = 3
-"""A process counts as alive until so many of its reports are missing."""
+MISSED_REPORTS = 3
+"""A process counts as alive until it has missed this many reports."""
 
 
 class Found(Struct, Generic[R, P], frozen=True):
-    """A page of matching rows, or of what is shown of them."""
+    """A page of matching rows, or of values taken from them."""
 
     rows: Sequence[R]
     next: P | None
-    """The place after which to go on; ``None`` after the last match. A page may have few rows and a place: the read
-    ended at its bound."""
+    """The cursor of the next page; ``None`` after the last match. A page with a cursor may have few rows, if the read
+    reached its bound."""
 
 
 class Counted(Struct, frozen=True):
@@ -37,7 +37,7 @@ class Counted(Struct, frozen=True):
 
     number: int
     is_complete: bool
-    """False if there are more matches, or there may be."""
+    """False if there may be more matches."""
 
 
 class LastError(Struct, frozen=True):
@@ -51,31 +51,30 @@ class LastError(Struct, frozen=True):
     message: str
 
 
-class BulkOrder(Struct, frozen=True):
-    """A bulk order, as the worker carries the order out."""
+class BulkOperation(Struct, frozen=True):
+    """A bulk operation, as its worker carries it out."""
 
     kind: Literal["retry", "skip"]
     operation: UUID
     worker: str
-    """The process that carries the order out."""
+    """The process that carries it out."""
     search: Search
 
 
-class Piece(Struct, frozen=True):
-    """The result of a piece of a bulk order."""
+class ChunkResult(Struct, frozen=True):
+    """The result of a chunk of a bulk operation."""
 
     matched: int
     done: int
     refused: int
-    next: Place | None
-    """The place after which the next piece begins; ``None`` after the last piece."""
+    next: PageCursor | None
+    """The cursor of the next chunk; ``None`` after the last chunk."""
     is_ours: bool = True
-    """False if the operation is not RUNNING any longer, has a different worker, or is to be stopped. Then nothing was
-    changed."""
+    """False if the operation is no longer RUNNING, has a different worker, or should stop. Then nothing was changed."""
 
 
 class DueFigures(Struct, frozen=True):
-    """The unfinished notifications of a stored handler name. All numbers are counted up to a bound."""
+    """The unfinished notifications of a stored handler name. All counts are bounded."""
 
     handler_name: str
     due: int
@@ -85,13 +84,13 @@ class DueFigures(Struct, frozen=True):
     oldest_due: datetime | None
     """The earliest due date of a row that is due now."""
     retrying: int = 0
-    """Rows among ``waiting`` that have failed; the rest is delayed or scheduled."""
+    """Rows among ``waiting`` that have failed; the others are delayed or scheduled."""
     far: int = 0
     """Rows among ``waiting`` that are due in more than a year."""
 
 
 class DeferredFigures(Struct, frozen=True):
-    """The notifications of a stored handler name that wait for code with a newer version of an event."""
+    """The notifications of a stored handler name that are deferred until code with a newer event version runs."""
 
     handler_name: str
     event_type: str
@@ -100,12 +99,12 @@ class DeferredFigures(Struct, frozen=True):
 
 
 class DeadFigures(Struct, frozen=True):
-    """The DEAD and EXPIRED notifications of a stored handler name, counted up to a bound."""
+    """The DEAD and EXPIRED notifications of a stored handler name. All counts are bounded."""
 
     handler_name: str
     number: int
     recent: int
-    """The number of rows that ended after a given moment."""
+    """How many rows ended after a given time."""
     newest: datetime | None
 
 
@@ -119,13 +118,13 @@ class ParkedKey(Struct, frozen=True):
     """The notification that parks the key."""
     event_id: UUID
     since: datetime
-    """The moment at which the notification ended."""
+    """When the notification ended."""
     blocked: int
-    """The BLOCKED rows behind, counted up to a bound."""
+    """The BLOCKED rows behind it; a bounded count."""
 
 
 class HandlerMinute(Struct, frozen=True, kw_only=True):
-    """The runs of a handler within a minute in one process, or in several."""
+    """The runs of a handler within a minute, in one process or several."""
 
     handler_name: str
     minute_date: datetime
@@ -140,7 +139,7 @@ class HandlerMinute(Struct, frozen=True, kw_only=True):
 
 
 class InstanceReport(Struct, frozen=True, kw_only=True):
-    """A row of ``instance_reports``: a process in ``running()``, by its own report."""
+    """A row of ``instance_reports``: the last report of a process in ``running()``."""
 
     instance: str
     """The name of the process in ``leases``."""
@@ -152,16 +151,16 @@ class InstanceReport(Struct, frozen=True, kw_only=True):
     """A JSON object."""
 
     def is_alive(self, now: datetime) -> bool:
-        """True until three reports are missing. This is the only rule by which a process counts as alive."""
-        return now - self.last_seen_date < SILENT_REPORTS * timedelta(seconds=max(1, self.delay_seconds))
+        """Return True until the process has missed three reports. No other rule decides whether a process is alive."""
+        return now - self.last_seen_date < MISSED_REPORTS * timedelta(seconds=max(1, self.delay_seconds))
 
 
 class Taken(Struct, frozen=True):
-    """An operation that this process carries out from now on."""
+    """An operation that this process has taken over."""
 
     operation: Operation
-    reached: Place | None
-    """The place after the last piece that was done."""
+    reached: PageCursor | None
+    """The cursor after the last chunk that was done."""
 
 
 # --- the values behind the lists of events and actions --------------------------------------------
@@ -182,17 +181,17 @@ class FoundAction(Struct, frozen=True):
     """An action with its events."""
 
     action_id: UUID
-    place: UUID
+    newest: UUID
     """The newest matching event."""
     events: Sequence[EventSummary]
-    """Events of the action without documents, in the order of the sequence; at most 20."""
+    """At most 20 events of the action, by sequence, without documents."""
     is_complete: bool
     """False if the action has more events."""
 
 
-class ActionPlace(Struct, frozen=True, array_like=True):
-    """A place in the list of actions: behind the event with this id. JSON can hold a place."""
+class ActionPageCursor(Struct, frozen=True, array_like=True):
+    """A position in the list of actions: after the event with this id."""
 
     event: UUID
     large: tuple[UUID, ...] = ()
-    """The actions before the place with so many events that not all ids were read."""
+    """Actions on earlier pages with so many events that not all were checked."""

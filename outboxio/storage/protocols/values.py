@@ -1,4 +1,4 @@
-"""The values that cross the seam between outboxio and a database."""
+"""The values that are passed between outboxio and a database."""
 
 from __future__ import annotations
 
@@ -12,65 +12,65 @@ from outboxio.model.event import EventRecord
 from outboxio.model.lock_name import Slot
 from outboxio.model.notification import Handoff, Position
 
-#: The silence of the session with the cluster locks, in heartbeat intervals, after which the server ends the session
-#: and its process stops trusting the locks. A standby has the rest of two intervals to take over.
+#: How many intervals without a heartbeat end the session with the cluster locks, so that the process stops trusting its
+#: locks. A standby then has the remainder of two intervals to take over.
 LONGEST_SILENCE = 1.8
 
-#: The age of the last proof at which the next proof is due, in heartbeat intervals.
+#: The age of the last proof at which the next one is due, in heartbeat intervals.
 SHARE_OF_HEARTBEAT = 0.9
 
 
 class CommitLost(Exception):
-    """The connection was lost during COMMIT, so the transaction may have been committed or not."""
+    """The connection was lost during COMMIT, so it is unknown whether the transaction was committed."""
 
 
 class TransactionLost(Exception):
-    """The transaction ended before the events were written: an earlier statement ended it, or a deadlock did."""
+    """The transaction ended before the events were written, because of an earlier statement or a deadlock."""
 
 
 class FanoutRequest(Struct, frozen=True, gc=False):
-    """A round of fan-out: which undelivered events to take, and where each scan of the index starts.
+    """A round of fan-out: which undelivered events to take, and where each index scan starts.
 
-    A *key* is an event type, or a topic with ``#`` in front.
+    A *key* is an event type, or a topic with a leading ``#``.
     """
 
     namespace: str
     now: datetime
     seen_since: datetime
-    """Subscriptions that were announced after this moment count."""
+    """Subscriptions that were announced after this time count."""
     limits: Mapping[str, int]
-    """How many events of each key to take at most."""
+    """The maximum number of events to take of each key."""
     batch_size: int
-    """How many events to take at most of all keys without a limit in ``limits``."""
+    """The maximum number of events to take of all keys that are not in ``limits``."""
     after: Mapping[str, int] = {}
     """The sequence after which to scan, by key. A dialect may ignore ``after``, ``behind`` and ``closed``."""
     behind: int | None = None
-    """The sequence after which to scan the remaining keys that no ordered handler wants."""
+    """The sequence after which to scan the other keys without ordered handlers."""
     closed: int | None = None
-    """The sequence after which to scan keys that ordered handlers want: no event below can still commit."""
+    """The sequence after which to scan keys of ordered handlers: no event below can still be committed."""
     expected: bool = False
-    """True if this process has just committed events, so that asking for undelivered events only costs a round trip."""
+    """True if this process has just committed events, so a check whether there are any would waste a round trip."""
     committed: Sequence[EventRecord] = ()
-    """The events that this process has just committed, if known and few. A dialect may ignore the events."""
+    """The events that this process has just committed, if known and few. A dialect may ignore them."""
     handoff: Handoff | None = None
-    """Receives the notifications that are due at once, as soon as written. A dialect may ignore the handoff."""
+    """Receives the notifications that are due immediately, once written. A dialect may ignore it."""
 
 
 class FanoutResult(Struct, frozen=True):
-    """The outcome of a round of fan-out. A *key* is an event type, or a topic with ``#`` in front."""
+    """The result of a round of fan-out. A *key* is an event type, or a topic with a leading ``#``."""
 
     events: Mapping[str, int]
     """How many events of each key were marked delivered."""
     full: frozenset[str]
-    """The keys that reached the limit, so that more events probably wait."""
+    """The keys that reached their limit and probably have more events."""
     notifications: int
     """How many notifications were written."""
     reached: Mapping[str, int] = {}
     """The highest sequence of each key, if the dialect reports sequences."""
     looked_at: frozenset[str] | None = None
-    """The keys that were read, if the dialect read only some keys; ``None``: all keys."""
+    """The keys that were read, if not all of them; ``None``: all keys."""
     transactions: tuple[int, int] | None = None
-    """The numbers of the oldest open and of the next transaction, if the database numbers transactions."""
+    """The ids of the oldest open and of the next transaction, if the database numbers transactions."""
 
 
 class Waiting(Struct, frozen=True):
@@ -82,7 +82,7 @@ class Waiting(Struct, frozen=True):
 
 
 class ConsumeResult(Struct, frozen=True):
-    """A row of ``consumed_events``: an inbox message and the receiving handler."""
+    """A row of ``consumed_events``: an inbox message and the handler that received it."""
 
     source: str
     external_id: str
@@ -93,7 +93,7 @@ class ConsumeResult(Struct, frozen=True):
 
 
 class NewNotification(Struct, frozen=True, kw_only=True):
-    """A notification that is made outside of fan-out. The remaining columns are copied from the event."""
+    """A notification that is created outside of fan-out. The other columns are copied from the event."""
 
     id: UUID
     handler_name: str
@@ -114,14 +114,14 @@ class Head(Struct, frozen=True):
 
 
 class PurgeResult(Struct, frozen=True):
-    """The outcome of a batch of removing old rows."""
+    """The result of a batch of purging old rows."""
 
     removed: int
     position: UUID | None
     """The id of the last row that was read.
 
-    ``None`` at the end: after the last row, or after a batch in which all rows were too young, because ids grow with
-    time.
+    ``None`` at the end: after the last row, or after a batch in which all rows are too young, because ids are in time
+    order.
     """
 
 
@@ -132,7 +132,7 @@ class Pause(Struct, frozen=True):
     ended_date: datetime | None
     """The end of the pause; ``None`` while the handler is paused."""
     paused_date: datetime | None = None
-    """The beginning of the pause; ``None`` if the beginning was not read."""
+    """The start of the pause; ``None`` if it was not read."""
 
 
 class Announced(Struct, frozen=True):
@@ -143,7 +143,7 @@ class Announced(Struct, frozen=True):
     topic: str
     aliases: tuple[str, ...]
     last_seen_date: datetime
-    """The last moment at which a process with the handler announced the subscription."""
+    """When a process with the handler last announced the subscription."""
 
     @property
     def names(self) -> frozenset[str]:
@@ -152,27 +152,27 @@ class Announced(Struct, frozen=True):
 
 
 class LockGrant(Struct, frozen=True):
-    """A cluster lock that this process has just taken, under a new term."""
+    """A cluster lock that this process has just acquired, with a new term."""
 
     term: int
     released_term: int
-    """The last term that a holder gave back."""
+    """The last term that a holder has released."""
 
     @property
     def follows_crash(self) -> bool:
-        """True if the former holder did not give the lock back: the process died, or the session ended."""
+        """True if the previous holder did not release the lock: its process died, or its session ended."""
         return self.released_term < self.term - 1
 
 
 class StartedRun(Struct, frozen=True):
-    """A run that was recorded before its beginning."""
+    """A run that was recorded before its start."""
 
     notification_id: UUID
     handler_name: str
     starts: int
-    """How many runs of this notification began since a run ended."""
+    """How many runs of this notification have started since one last ended."""
     partition_number: int = 0
-    """The partition of the notification. Only a record that was found has the number."""
+    """The partition of the notification, known only for records that were read."""
 
     @property
     def slot(self) -> Slot:
@@ -185,50 +185,50 @@ class PartitionCount(Struct, frozen=True):
 
     handler_name: str
     number: int
-    """The number of partitions over which new notifications are spread."""
+    """Over how many partitions new notifications are spread."""
     active: int
-    """Only partitions below this number may have unfinished rows; at least ``number``."""
+    """Only partitions below this number can have unfinished rows; at least ``number``."""
     changed_date: datetime
-    """The last moment at which ``number`` was changed."""
+    """When ``number`` was last changed."""
     declared: int = 1
-    """The largest number that the code of a process has asked for."""
+    """The largest count that the code of a process has declared."""
     auto_number: int | None = None
-    """The number that outboxio has set by the load; ``None`` if code or an operator has set ``number``."""
+    """The count that outboxio has chosen by load; ``None`` if code or an operator has set ``number``."""
     waited_date: datetime | None = None
-    """The last time, to the hour, at which due rows waited for longer than a second; for an automatic number."""
+    """When due rows last waited longer than a second, to the hour; for automatic counts."""
 
     @property
     def is_automatic(self) -> bool:
-        """True if outboxio may change the number: neither an operator nor code has set a different number since."""
+        """True if outboxio may change the count: neither an operator nor code has set a different one since."""
         return self.number == self.auto_number
 
 
 def active_partitions(counts: Mapping[str, PartitionCount], handler_name: str) -> int:
-    """The partitions in which a stored handler name may have unfinished rows."""
+    """Return in how many partitions a stored handler name can have unfinished rows."""
     return counts[handler_name].active if handler_name in counts else 1
 
 
 def slots_of(counts: Mapping[str, PartitionCount], handler_names: Iterable[str]) -> list[Slot]:
-    """The slots of stored handler names, the names in the given order."""
+    """Return the slots of stored handler names, in the order of the names."""
     return [Slot(name, partition) for name in handler_names for partition in range(active_partitions(counts, name))]
 
 
-class Orders(Struct, frozen=True):
-    """The decisions that hold for the handlers of all processes: the pauses, and the numbers of partitions."""
+class ControlState(Struct, frozen=True):
+    """What applies to the handlers of all processes: pauses, and partition counts."""
 
     pauses: Sequence[Pause]
     partitions: Sequence[PartitionCount] = ()
     has_cancels: bool = False
-    """True if an operator may want a run cancelled."""
+    """True if an operator may have cancelled runs."""
 
 
 class Instance(Struct, frozen=True):
-    """A row of ``instances``: a process that shares handlers. The row is a hint, and no proof of life."""
+    """A row of ``instances``: a process that shares handlers. The row is only a hint that the process is alive."""
 
     instance: str
     """The name of the process in ``leases``."""
     names: tuple[str, ...]
-    """The stored handler names of which the process takes locks."""
+    """The stored handler names whose locks the process acquires."""
     last_seen_date: datetime
 
 
@@ -239,33 +239,33 @@ class SeenLease(Struct, frozen=True):
     term: int
     released_term: int
     is_of_instance: bool = False
-    """True if the owner has a row in ``instances``, however old: an owner of a version without partitions has none."""
+    """True if the owner has a row in ``instances``, however old. Owners of versions without partitions have none."""
 
     @property
-    def is_given_back(self) -> bool:
-        """True if the last holder gave the lock back. Otherwise a process holds the lock, or died with the lock."""
+    def is_released(self) -> bool:
+        """True if the last holder has released the lock. Otherwise a process holds it, or died while holding it."""
         return self.released_term >= self.term
 
 
 class Holder(Struct, frozen=True):
-    """The last holder of a cluster lock, as ``leases`` has it. A holder that died is in ``leases`` until a takeover."""
+    """The last holder of a cluster lock according to ``leases``, where a dead holder stays until a takeover."""
 
     owner: str
     since: datetime
-    """The moment at which the holder took the lock."""
-    has_given_back: bool
+    """When the holder acquired the lock."""
+    is_released: bool
 
 
 class ClusterView(Struct, frozen=True):
-    """The processes and leases of a namespace at a moment. The view may be out of date when it arrives."""
+    """A snapshot of the processes and leases of a namespace, which may be outdated on arrival."""
 
     instances: Sequence[Instance]
     leases: Mapping[str, SeenLease]
-    """The leases by name. A lock that was never taken has no lease."""
+    """The leases by name. Locks that were never acquired have no lease."""
 
 
-class Rehomed(Struct, frozen=True):
-    """The outcome of moving a piece of a slot's rows to the partitions that the rows belong to now."""
+class RehashResult(Struct, frozen=True):
+    """The result of rehashing a chunk of a slot's rows into the partitions to which they now belong."""
 
     moved: int
     position: Position | None

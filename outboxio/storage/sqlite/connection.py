@@ -1,8 +1,8 @@
-"""A sqlite3 connection: opening, waiting for the write lock, transactions. All functions block.
+"""sqlite3 connections: opening, waiting for the write lock, transactions. All functions block.
 
-For each row, sqlite3 releases the interpreter, and gets the interpreter back when the event loop pauses: 1,000 rows
-cost 3 ms beside an idle event loop, and up to 13 s beside a busy event loop. So each statement of outboxio is a single
-step: lists travel as a JSON text, in both directions.
+For each row, sqlite3 releases the GIL, and reacquires it when the event loop waits: 1,000 rows take 3 ms beside an idle
+event loop, and up to 13 s beside a busy one. So each statement of outboxio is a single step: lists are passed as JSON
+text, in both directions.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ Work = Callable[[sqlite3.Connection], T]
 Parameters = Sequence[Any] | Mapping[str, Any]
 
 BUSY_TIMEOUT = 5.0  # seconds that a writer waits for writers in other processes before SQLITE_BUSY
-# SQLite itself tries again after 1 ms, then ever more rarely, at last ten times a second. Processes that ask every
-# millisecond would then always be first. So the writer lets SQLite try for 2 ms, and begins again.
+# SQLite's own busy handler retries after 1 ms, then less and less often, finally ten times per second. Processes that
+# retry every millisecond would then always win. So the writer lets SQLite retry for 2 ms, and starts over.
 FIRST_WAIT = 0.002  # seconds
 
 
 def begin(connection: sqlite3.Connection) -> sqlite3.Connection:
     """Begin a transaction with the write lock.
 
-    SQLite refuses a transaction that begins as a reader and writes later, if a second process has written meanwhile.
+    In a transaction that begins with a read, a later write fails if another process has written in between.
     """
     roll_back(connection)
     execute_when_free(connection, "BEGIN IMMEDIATE")
@@ -39,7 +39,7 @@ def begin(connection: sqlite3.Connection) -> sqlite3.Connection:
 
 
 def begin_reading(connection: sqlite3.Connection) -> sqlite3.Connection:
-    """Begin a transaction that can only read, and sees the database as of the first statement."""
+    """Begin a read-only transaction, which sees the database as of its first statement."""
     roll_back(connection)
     connection.execute("PRAGMA query_only = ON")
     connection.execute("BEGIN")
@@ -47,14 +47,14 @@ def begin_reading(connection: sqlite3.Connection) -> sqlite3.Connection:
 
 
 def end_reading(connection: sqlite3.Connection) -> None:
-    """Allow writes again: in memory, the same connection writes."""
+    """Roll back, and allow writes again: a database in memory has only one connection."""
     roll_back(connection)
     connection.execute("PRAGMA query_only = OFF")
 
 
 @contextmanager
 def in_transaction(connection: sqlite3.Connection) -> Generator[None]:
-    """A transaction with the write lock, committed unless the block raises."""
+    """Run the block in a transaction with the write lock; COMMIT unless it raises."""
     begin(connection)
     try:
         yield
@@ -65,15 +65,15 @@ def in_transaction(connection: sqlite3.Connection) -> Generator[None]:
 
 
 def commits_each_statement(connection: sqlite3.Connection) -> bool:
-    """True for a connection without a transaction on which a statement would begin none."""
+    """True if no transaction is open, and a statement would not begin one."""
     in_autocommit = connection.isolation_level is None or getattr(connection, "autocommit", None) is True
     return in_autocommit and not connection.in_transaction
 
 
 def execute_when_free(connection: sqlite3.Connection, sql: str, parameters: Parameters = ()) -> int:
-    """Run a statement as soon as the write lock is free; the number of changed rows.
+    """Run a statement as soon as the write lock is free, and return the number of changed rows.
 
-    An application that has set a ``busy_timeout`` on the connection waits for that time instead of ``BUSY_TIMEOUT``.
+    If your application has set a ``busy_timeout`` on the connection, it applies instead of ``BUSY_TIMEOUT``.
     """
     deadline = machine.monotonic() + BUSY_TIMEOUT
     while True:
@@ -87,13 +87,13 @@ def execute_when_free(connection: sqlite3.Connection, sql: str, parameters: Para
 
 
 def roll_back(connection: sqlite3.Connection) -> None:
-    """Roll back, unless an error or the application's SQL has ended the transaction already."""
+    """Roll back, unless an error or the action's SQL has already ended the transaction."""
     if connection.in_transaction:
         connection.execute("ROLLBACK")
 
 
 def fetch_value(connection: sqlite3.Connection, sql: str, parameters: Parameters) -> Any:
-    """The first column of the first row, also if the application has set a ``row_factory``."""
+    """Return the first column of the first row. A ``row_factory`` that your application has set is ignored."""
     cursor = connection.cursor()
     cursor.row_factory = None
     try:
@@ -103,10 +103,10 @@ def fetch_value(connection: sqlite3.Connection, sql: str, parameters: Parameters
     return None if row is None else row[0]
 
 
-def fetch_legible(connection: sqlite3.Connection, sql: str, parameters: Parameters) -> Any:
-    """The same for texts that are only shown: bytes that are no UTF-8, which foreign tools can store, become U+FFFD."""
+def fetch_lenient(connection: sqlite3.Connection, sql: str, parameters: Parameters) -> Any:
+    """Like :func:`fetch_value`, but for display: bytes that are not UTF-8, from other tools, become U+FFFD."""
     usual = connection.text_factory
-    connection.text_factory = _legible
+    connection.text_factory = _lenient
     try:
         return fetch_value(connection, sql, parameters)
     finally:
@@ -114,25 +114,25 @@ def fetch_legible(connection: sqlite3.Connection, sql: str, parameters: Paramete
 
 
 def result_of(work: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine that waits for nothing, because its statements block."""
+    """Run a coroutine that never suspends, because its statements block, and return its result."""
     try:
         work.send(None)
     except StopIteration as end:
         return end.value  # type: ignore[no-any-return]  # of T
     finally:
         work.close()
-    raise RuntimeError("the work of a transaction awaits something other than its statements")
+    raise RuntimeError("a transaction must only await its own statements")
 
 
-def _legible(text: bytes) -> str:
+def _lenient(text: bytes) -> str:
     return text.decode("utf-8", "replace")
 
 
-class _Connection(sqlite3.Connection):
-    """The driver's connection, which the application uses as ``tx.connection``."""
+class _ActionConnection(sqlite3.Connection):
+    """The driver's connection, which is available to your application as ``tx.connection``."""
 
     def executescript(self, sql_script: str, /) -> sqlite3.Cursor:
-        if self.in_transaction:  # the driver would commit the transaction before the script begins
+        if self.in_transaction:  # the driver would commit the transaction before it runs the script
             raise TransactionEnded("an action", "executescript()")
         return super().executescript(sql_script)
 
@@ -140,7 +140,7 @@ class _Connection(sqlite3.Connection):
 def connect(shard: str, path: str | None, busy_timeout: float = BUSY_TIMEOUT) -> sqlite3.Connection:
     """Open a database file, or a database in memory if ``path`` is ``None``.
 
-    ``busy_timeout``: the seconds for which SQLite itself waits for a lock. Raises :class:`DatabaseUnavailable` if the
+    ``busy_timeout``: how long SQLite itself waits for a lock, in seconds. Raises :class:`DatabaseUnavailable` if the
     file cannot be opened.
     """
     try:
@@ -154,7 +154,7 @@ def connect(shard: str, path: str | None, busy_timeout: float = BUSY_TIMEOUT) ->
 
 def _open(target: str, busy_timeout: float) -> sqlite3.Connection:
     connection = sqlite3.connect(
-        target, timeout=busy_timeout, isolation_level=None, check_same_thread=False, factory=_Connection
+        target, timeout=busy_timeout, isolation_level=None, check_same_thread=False, factory=_ActionConnection
     )
     try:
         connection.row_factory = sqlite3.Row
@@ -166,9 +166,9 @@ def _open(target: str, busy_timeout: float) -> sqlite3.Connection:
 
 
 def _use_wal(connection: sqlite3.Connection) -> None:
-    """Let readers and the writer work side by side.
+    """Switch the file to WAL, so that readers and the writer do not block each other.
 
-    Only a connection that is alone can switch the file to WAL, and SQLite does not wait: try every 10 ms.
+    This needs exclusive access, for which SQLite does not wait. So it is retried every 10 ms.
     """
     deadline = machine.monotonic() + BUSY_TIMEOUT
     while True:

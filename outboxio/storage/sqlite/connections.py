@@ -1,4 +1,4 @@
-"""The connections of a SQLite database: a writer, and readers of committed rows."""
+"""The connections of a SQLite database: one that writes, and those that read committed rows."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ T = TypeVar("T")
 
 
 class Connections:
-    """The connections of a database, each in a thread.
+    """The connections of a database, each in its own thread.
 
     * A database in a file has a connection that writes, a connection for the reads of the loops, a connection for slow
-      questions of operators, which would delay handlers, and a pool of connections for reads of the application.
+      queries of operators, which would delay handlers, and a pool of connections for your application's reads.
     * A database in memory has a single connection. There, reads take turns with actions, because a read between two
       statements of an action would see uncommitted rows.
     """
 
     def __init__(self, shard: str, path: str | None, guard: EventLoopGuard, timeout: float) -> None:
-        """``timeout``: seconds that a task waits for the writer."""
+        """``timeout``: how long a task waits for the writer, in seconds."""
 
         def connection(busy_timeout: float = BUSY_TIMEOUT) -> ThreadConnection:
             return ThreadConnection(lambda: connect(shard, path, busy_timeout))
@@ -57,11 +57,11 @@ class Connections:
             reader, PoolCalls(lambda _: True, ThreadConnection.close, ThreadConnection.drop), guard=guard,
             shard=shard, where=path or "memory", timeout=timeout,
         )  # fmt: skip
-        """Connections on which the application reads, of a database in a file."""
-        guard.when_taken_over(self._begin_anew)
+        """The connections for your application's reads; only used for a database in a file."""
+        guard.when_taken_over(self._reset)
 
-    def _begin_anew(self) -> None:
-        """Roll back the open transaction of the former event loop, and refuse the session of that transaction."""
+    def _reset(self) -> None:
+        """Roll back the open transaction of the previous event loop, and invalidate its session."""
         self.writer = self.writer.successor()
         self.turn = self._new_turn()
         if self._in_memory:
@@ -71,22 +71,22 @@ class Connections:
 
     @property
     def in_use(self) -> int:
-        """The connections in use: those that the application reads on, and the writer."""
+        """The number of connections in use by your application: readers and the writer."""
         return len(self.readers.used) + self.turn.is_taken
 
     async def read(self, work: Work[T], *, may_be_long: bool = False) -> T:
-        """Call ``work`` with a connection for reading. ``may_be_long``: work that must not delay the loops."""
+        """Call ``work`` with a connection for reading. ``may_be_long``: it must not delay the loops."""
         self.guard.enter()
         if not self._in_memory or self.turn.is_mine:
             return await (self._inspector if may_be_long else self._reader).submit(work)
         return await self._in_turn(work)
 
     async def write(self, sql: str, parameters: Parameters) -> int:
-        """Run an autocommit statement; the number of changed rows."""
+        """Run an autocommit statement, and return the number of changed rows."""
         return await self._in_turn(partial(execute_when_free, sql=sql, parameters=parameters))
 
     async def transact(self, work: Work[T]) -> T:
-        """Call ``work`` in a transaction, committed unless ``work`` raises."""
+        """Call ``work`` in a transaction; COMMIT unless it raises."""
 
         def transact(connection: Any) -> T:
             with in_transaction(connection):
@@ -96,7 +96,7 @@ class Connections:
 
     @asynccontextmanager
     async def writing(self) -> AsyncGenerator[ThreadConnection]:
-        """The turn of the current task at the writer, for work that leaves no transaction open.
+        """Take a turn at the writer, for work that leaves no transaction open.
 
         The turn ends as soon as the work is submitted, because the thread runs the jobs of all turns in order.
 
@@ -111,7 +111,7 @@ class Connections:
             yield self.writer
 
     def discard(self, writer: ThreadConnection) -> None:
-        """Never use this writing connection again. In memory the connection is the data and stays open."""
+        """Stop using a writing connection. A database in memory consists of its connection, which stays open."""
         if not self._in_memory:
             writer.drop()
 
@@ -129,9 +129,9 @@ class Connections:
                 await self.writer.close()
             self.turn.stop_timer()
         except PoolExhausted as error:
-            logger.warning("the writing connection is dropped with what is open on it: %s", error)
+            logger.warning("closing the writing connection and rolling back its open transaction: %s", error)
             self.writer.drop()
-            self._begin_anew()
+            self._reset()
 
     async def _in_turn(self, work: Work[T]) -> T:
         async with self.writing() as writer:

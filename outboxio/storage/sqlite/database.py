@@ -8,10 +8,10 @@ from contextlib import AbstractAsyncContextManager
 from datetime import datetime
 from typing import Any
 
-from outboxio.errors import ConfigurationError, OtherDatabase
+from outboxio.errors import ConfigurationError, WrongDatabase
 from outboxio.loops.owner import EventLoopGuard
 from outboxio.storage.connections.driver import DEFAULT_LIMITS, Limits
-from outboxio.storage.engines.given_engine import GivenEngine
+from outboxio.storage.engines.user_engine import UserEngine
 from outboxio.storage.sqlite import errors
 from outboxio.storage.sqlite.connections import Connections
 from outboxio.storage.sqlite.events import SqliteEvents
@@ -21,7 +21,7 @@ from outboxio.storage.sqlite.ordering import SqliteOrdering
 from outboxio.storage.sqlite.port import SqlitePort
 from outboxio.storage.sqlite.schema import SqliteSchema
 from outboxio.storage.sqlite.session import (
-    ApplicationSession,
+    CallerSession,
     CheckedOutSession,
     ReadingSession,
     SqliteSession,
@@ -29,7 +29,7 @@ from outboxio.storage.sqlite.session import (
     is_connection,
 )
 from outboxio.storage.tables import Tables
-from outboxio.storage.tables.walks import Bounds
+from outboxio.storage.tables.scans import Bounds
 from outboxio.support import machine
 from outboxio.support.clock import utc_now
 from outboxio.support.text import UTF_8
@@ -49,7 +49,7 @@ class SqliteDatabase(Tables):
         self,
         name: str,
         path: str | None,
-        engine: GivenEngine | None = None,
+        engine: UserEngine | None = None,
         *,
         guard: EventLoopGuard | None = None,
         limits: Limits = DEFAULT_LIMITS,
@@ -65,13 +65,13 @@ class SqliteDatabase(Tables):
             from outboxio.storage.sqlite.engine_session import roll_back_first
 
             engine.before_invalidation(roll_back_first)
-        # A relative path starts in the current directory of now, not of the moment at which the database is opened.
+        # A relative path refers to the current directory, not to the one at the time when the database is opened.
         path = self._path = None if path is None else os.path.abspath(path)
         self._in_memory = path is None
         guard = guard or EventLoopGuard.of_shard(name)
         self._connections = Connections(name, path, guard, limits.pool_timeout)
         self._locks = MemoryLocks() if path is None else (machine.file_locks or FileLocks)(path)
-        guard.when_taken_over(self._locks.begin_anew)
+        guard.when_taken_over(self._locks.reset)
         self.events = SqliteEvents(self._connections)
         self.notifications = SqliteNotifications(self._connections)
         self.ordering = SqliteOrdering(self._connections)
@@ -89,57 +89,57 @@ class SqliteDatabase(Tables):
         return CheckedOutSession(self._connections)
 
     def reading(self) -> AbstractAsyncContextManager[SqliteSession]:
-        """In a file, a connection beside the writer; in memory, the writer itself."""
+        """Return a reading session: on a separate connection, or on the writer for a database in memory."""
         return CheckedOutSession(self._connections) if self._in_memory else ReadingSession(self._connections)
 
-    def wrap(self, connection: Any) -> ApplicationSession | None:
-        return ApplicationSession(connection) if is_connection(connection) else None
+    def wrap(self, connection: Any) -> CallerSession | None:
+        return CallerSession(connection) if is_connection(connection) else None
 
-    async def require_own(self, connection: Any) -> None:
-        """Accept the file also if it is attached: SQLite searches all attached files for the name of a table."""
+    async def require_same_database(self, connection: Any) -> None:
+        """Accept the file even if it is only attached: SQLite searches all attached files for a table."""
         files = await files_of(connection)
         if not any(self._is_own(file) for file in files):
             own = "a database in memory" if self._path is None else f"the file {self._path!r}"
-            raise OtherDatabase(self.name, f"the file {files[0]!r}" if files[0] else "a database in memory", own)
+            raise WrongDatabase(self.name, f"the file {files[0]!r}" if files[0] else "a database in memory", own)
 
     def _is_own(self, file: str) -> bool:
-        """True if ``file`` is the file of this database. Databases in memory cannot be told apart."""
+        """True if ``file`` is the file of this database. Databases in memory cannot be distinguished."""
         if self._path is None or not file:
             return self._path is None and not file
         try:
             return os.path.samefile(file, self._path)
         except OSError:
-            return os.path.abspath(file) == self._path  # a file was removed, or the process may not read its directory
+            return os.path.abspath(file) == self._path  # a file was removed, or its directory is not readable
 
     def cluster_lock(
         self, owner: str, channel: str | None, heartbeat: float, longest_block: float = 0.0
     ) -> SqliteClusterLock:
-        """A lock on files. The operating system keeps the lock as long as the process lives, even with a stuck loop."""
+        """Return a file lock, which the operating system keeps while the process lives, even with a blocked loop."""
         return SqliteClusterLock(self._connections, self._locks, self.name, owner)
 
     def key_session(self, owner: str, heartbeat: float) -> SqliteKeySession:
         return SqliteKeySession(self._connections, self._locks, self.name, owner)
 
-    def most_key_sessions(self, wanted: int) -> int:
-        return wanted
+    def max_key_sessions(self, configured: int) -> int:
+        return configured
 
     async def notify(self, channel: str, payload: str) -> None:
-        """Do nothing: SQLite cannot wake processes, so processes poll."""
+        """Do nothing: SQLite cannot wake processes, so they poll."""
 
     async def now(self) -> datetime:
         return utc_now()  # all processes that can open the file have the same clock
 
-    async def lock_room(self) -> int | None:
+    async def lock_capacity(self) -> int | None:
         return None
 
     async def refuse_shared_sessions(self) -> None:
-        """Accept the database: SQLite has no sessions that a proxy could share."""
+        """Do nothing: SQLite has no sessions that a proxy could share."""
 
     async def check_connections(self) -> None:
-        """Accept the database: no setting of a connection changes the values of SQLite."""
+        """Do nothing: no connection setting changes the values of SQLite."""
 
-    def require_room(self, loops: int) -> None:
-        """Accept the database: SQLite has no pool that could be too small."""
+    def require_capacity(self, loops: int) -> None:
+        """Do nothing: SQLite has no pool that could be too small."""
 
     @property
     def has_one_writer(self) -> bool:

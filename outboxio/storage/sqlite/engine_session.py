@@ -1,4 +1,4 @@
-"""A transaction on a connection of aiosqlite out of an engine of SQLAlchemy, which ends the transaction."""
+"""Transactions on aiosqlite connections of a SQLAlchemy engine. SQLAlchemy ends them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from sqlalchemy.util.concurrency import in_greenlet
 from outboxio.errors import ConfigurationError
 from outboxio.model.event import ActionRecord, EventRecord
 from outboxio.storage.connections.checkout import CheckedOut
-from outboxio.storage.engines.given_engine import GivenEngine
 from outboxio.storage.engines.unit import Unit
+from outboxio.storage.engines.user_engine import UserEngine
 from outboxio.storage.sqlite.connection import Work, execute_when_free
 from outboxio.storage.sqlite.connections import Connections
 from outboxio.storage.sqlite.session import SqliteSession, do_nothing
@@ -25,7 +25,7 @@ logger = log_of(__name__)
 
 
 class UnitSession(SqliteSession):
-    """The transaction of a unit. Statements of outboxio run in the thread of aiosqlite."""
+    """The transaction of a unit. Statements of outboxio run in aiosqlite's thread."""
 
     def __init__(self, unit: Unit) -> None:
         super().__init__(_ThreadOfDriver(unit.driver), do_nothing, do_nothing)
@@ -59,10 +59,10 @@ class UnitSession(SqliteSession):
 
 
 class CheckedOutSession(CheckedOut[UnitSession]):
-    """Takes a turn at the file, and a connection of the engine. Both are given back with no transaction open."""
+    """Takes a turn at the file, and a connection of the engine. Both are released with no transaction open."""
 
-    def __init__(self, engine: GivenEngine, connections: Connections) -> None:
-        super().__init__(engine.check_out, UnitSession, _as_it_is)
+    def __init__(self, engine: UserEngine, connections: Connections) -> None:
+        super().__init__(engine.check_out, UnitSession, _keep_error)
         self._connections = connections
 
     async def __aenter__(self) -> UnitSession:
@@ -85,23 +85,23 @@ class CheckedOutSession(CheckedOut[UnitSession]):
 
 
 def roll_back_first(connection: Any, record: object, error: BaseException | None) -> None:
-    """Roll back before the pool closes a connection of aiosqlite, as SQLAlchemy does when a statement is cancelled.
+    """Roll back before the pool closes an aiosqlite connection, which SQLAlchemy does when a statement is cancelled.
 
-    A file stays locked as long as a cursor of a closed connection is in memory, if the transaction was open.
+    If the transaction was open, a file stays locked until all cursors of the closed connection are freed.
     """
     if not in_greenlet():
-        return  # the garbage collector closes the connection
+        return  # called by the garbage collector
     try:
         await_only(connection.driver_connection.rollback())
     except asyncio.CancelledError:
         if (task := asyncio.current_task()) is not None:
-            task.cancel()  # the rollback is under way, and the next wait ends
+            task.cancel()  # the rollback continues in the thread; cancel the next await of the task
     except Exception as failure:
-        logger.debug("the ROLLBACK before closing a connection failed: %s", failure)
+        logger.debug("ROLLBACK failed before a connection was closed: %s", failure)
 
 
 class _ThreadOfDriver:
-    """Runs work in the thread of an aiosqlite connection, in turn with the statements of SQLAlchemy."""
+    """Runs work in the thread of an aiosqlite connection, in order with the statements of SQLAlchemy."""
 
     def __init__(self, connection: Any) -> None:
         self._connection = connection
@@ -111,20 +111,20 @@ class _ThreadOfDriver:
 
     def run_blocking(self, work: Work[Any]) -> Any:
         # Only SqliteSession.connection calls run_blocking, and the connection of a UnitSession is the driver's.
-        raise NotImplementedError("the thread of aiosqlite takes no work while the event loop is blocked: use submit()")
+        raise NotImplementedError("aiosqlite's thread accepts no work while the event loop is blocked; use submit()")
 
 
 def _begin(connection: sqlite3.Connection) -> sqlite3.Connection:
-    """Take the write lock, unless the engine has an event listener that has begun the transaction."""
-    if getattr(connection, "autocommit", None) is True:  # then commit() and rollback() of the driver do nothing
+    """Take the write lock, unless an event listener of the engine has already begun the transaction."""
+    if getattr(connection, "autocommit", None) is True:  # then the driver's commit() and rollback() do nothing
         raise ConfigurationError(
-            "the engine opens connections with autocommit=True, which SQLAlchemy cannot commit; make it without this "
-            "argument in connect_args"
+            "the engine opens connections with autocommit=True, on which SQLAlchemy cannot commit; remove this "
+            "argument from connect_args"
         )
     if not connection.in_transaction:
         execute_when_free(connection, "BEGIN IMMEDIATE")
     return connection
 
 
-async def _as_it_is(session: UnitSession, error: BaseException) -> Exception | None:
+async def _keep_error(session: UnitSession, error: BaseException) -> Exception | None:
     return None

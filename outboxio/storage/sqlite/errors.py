@@ -1,11 +1,11 @@
-"""The meaning of SQLite's errors: by result code, and by text only where SQLite has no code."""
+"""Classification of SQLite errors, by result code, and by text only where SQLite has no code."""
 
 from __future__ import annotations
 
 import re
 import sqlite3
 
-# A second process writes, or two processes set up the shared memory of a file at the same time.
+# Another process writes, or two processes initialize the shared memory of a file at the same time.
 _TRANSIENT = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PROTOCOL}
 _REFUSES_VALUE = {sqlite3.SQLITE_TOOBIG, sqlite3.SQLITE_MISMATCH}
 _UNREACHABLE = {
@@ -16,11 +16,11 @@ _UNREACHABLE = {
     sqlite3.SQLITE_READONLY,
 }
 
-# SQLite has the single code SQLITE_ERROR for all errors in a statement, so only the text tells which name is unknown.
+# SQLite uses the code SQLITE_ERROR for all errors in a statement, so only the text shows which name is unknown.
 _LACKS_SCHEMA = re.compile(r"no such (table|column|index): |has no column named ")
 
 
-# Values that cannot be read have no code either: bytes in place of a text, and bytes that are no text.
+# Undecodable values have no code either: bytes instead of text, and text that is not valid UTF-8.
 _UNREADABLE = re.compile(r"JSON cannot hold BLOB values|Could not decode to UTF-8")
 
 
@@ -32,8 +32,8 @@ def refuses_value(error: BaseException) -> bool:
     if _code(error) in _REFUSES_VALUE:
         return True
     if isinstance(error, sqlite3.ProgrammingError):
-        return str(error).startswith("Error binding parameter")  # the value has a type that sqlite3 does not know
-    # The sqlite3 module itself refuses a lone surrogate, an integer over 64 bits, a text over 2 GB.
+        return str(error).startswith("Error binding parameter")  # the value has a type that sqlite3 does not support
+    # The sqlite3 module itself rejects a lone surrogate, an integer over 64 bits, a text over 2 GB.
     return isinstance(error, sqlite3.DataError | sqlite3.InterfaceError | UnicodeEncodeError | OverflowError)
 
 
@@ -42,7 +42,7 @@ def is_unreachable(error: BaseException) -> bool:
 
 
 def lacks_rights(error: BaseException) -> bool:
-    """Never: SQLite has no users. A file that may not be written cannot be reached for operations."""
+    """Return False: SQLite has no users. A file without write permission counts as unreachable."""
     return False
 
 
@@ -50,12 +50,12 @@ def lacks_schema(error: BaseException) -> bool:
     return isinstance(error, sqlite3.OperationalError) and _LACKS_SCHEMA.search(str(error)) is not None
 
 
-def cannot_be_read(error: BaseException) -> bool:
-    """True if SQLite or Python cannot make text of a value. A second read of the same row fails again."""
+def is_undecodable(error: BaseException) -> bool:
+    """True if SQLite or Python cannot decode a value as text. Reading the same row again would fail again."""
     return isinstance(error, sqlite3.OperationalError) and _UNREADABLE.match(str(error)) is not None
 
 
 def _code(error: BaseException) -> int | None:
-    """The primary result code, without the details in the upper bits. Errors of the module itself have no code."""
+    """Return the primary result code, without the extended bits. Errors of the sqlite3 module itself have no code."""
     code = getattr(error, "sqlite_errorcode", None)
     return None if code is None else code & 0xFF

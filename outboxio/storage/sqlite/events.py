@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from outboxio.storage.fanout_bounds import KeyRange, fanout_bounds
 from outboxio.storage.protocols import FanoutRequest, FanoutResult
-from outboxio.storage.share_out import Reach, share_out
 from outboxio.storage.sqlite.columns import IS_DUE_FROM, NOTIFICATION, names, values
 from outboxio.storage.sqlite.connection import fetch_value, in_transaction
 from outboxio.storage.sqlite.connections import Connections
@@ -21,9 +21,9 @@ from outboxio.storage.sqlite.values import as_json, as_text
 from outboxio.support import machine
 from outboxio.support.ids import uuid7
 
-# Every live subscription of all processes: an old version that fans out serves the handlers of a newer version. A name
-# that is an alias of a live handler gets no new rows. If handler A has the alias B and handler B the alias A, because a
-# rename was taken back, the name that was seen earlier gets no new rows.
+# The live subscriptions of all processes, so a process of an old version also serves the handlers of a new version. A
+# handler name that is an alias of a live handler gets no new rows. If two names are aliases of each other, because a
+# rename was reverted, the name that was last seen earlier gets none.
 _SUBSCRIBED = """
 SELECT s.handler_name, nullif(s.event_type, '') AS event_type, nullif(s.topic, '') AS topic, s.priority, s.ordered
 FROM eventlog_subscriptions s
@@ -36,12 +36,12 @@ WHERE s.namespace = :namespace AND s.last_seen_date > :seen_since AND s.handler_
       AND (o.last_seen_date, o.handler_name) > (r.last_seen_date, r.handler_name)))
 """
 
-# The statements with {column} exist for event types and for topics. Each statement names the index, because with
-# statistics of a small table the planner would scan a large table. The plus keeps older versions of SQLite from
-# searching the index by IS NOT NULL. In a transaction with the write lock, all statements see the same rows.
+# Statements with {column} exist for event types and for topics. All statements force an index: with statistics from
+# when the table was small, the planner would scan the table. The plus prevents older versions of SQLite from searching
+# the index by IS NOT NULL. In a transaction with the write lock, all statements see the same rows.
 
-# The ranges of the first events of each type, up to the limit. In SQLite, a subquery of FROM may not refer to a
-# neighbouring table, but a subquery of a column may.
+# The ranges of the first events of each type, up to the limit. In SQLite, a subquery in FROM cannot refer to another
+# table of FROM, but a subquery in SELECT can.
 _RANGES = """
 SELECT json_group_array(json(k.batch)) FROM (
   SELECT (
@@ -53,7 +53,7 @@ SELECT json_group_array(json(k.batch)) FROM (
 """
 # The only query of an idle poll, and the first of a round: all subscriptions, the ranges of the subscribed types, and
 # the subscribed topics that have undelivered events. It is one statement, because after each statement the thread may
-# wait up to 5 ms for the GIL while the event loop is busy.
+# wait up to 5 ms for the GIL if the event loop is busy.
 SURVEY = f"""
 WITH subscribed AS MATERIALIZED ({_SUBSCRIBED})
 SELECT json_array(
@@ -75,9 +75,9 @@ FROM (SELECT e.sequence, e.event_type, e.topic FROM eventlog_events e INDEXED BY
   ORDER BY e.sequence LIMIT :limit)
 """
 
-# The payloads stay inside the database. An id is a UUIDv7: the time of the round, the last 12 bits of the event's
-# sequence, then random bits of the round, to which a number of the row is added. So the ids of a round are in the order
-# of the rows, and 500 rows that are settled together are neighbours in the index of the ids.
+# The payloads do not leave the database. An id is a UUIDv7: the time of the round, the last 12 bits of the event's
+# sequence, then the random bits of the round plus the number of the row. So the ids of a round are in the order of the
+# rows, and 500 rows that are settled together are adjacent in the index of the ids.
 _OWED = {
     **NOTIFICATION,
     "id": "printf('%s%03x-%s-%012x', :id_head, e.sequence & 0xFFF, :id_middle, "
@@ -113,7 +113,7 @@ WHERE e.namespace = :namespace AND e.{column} = :key AND e.delivered = FALSE AND
   AND e.sequence <= :last
 """
 
-# The same for all event types at once, if no handler wants a topic or an order.
+# The same for all event types at once, if no handler is ordered or subscribes to a topic.
 _TAKEN = """
 e.namespace = :namespace AND e.event_type = json_extract(t.value, '$[0]') AND e.delivered = FALSE
   AND +e.event_type IS NOT NULL AND e.sequence <= json_extract(t.value, '$[1]')
@@ -134,7 +134,7 @@ UPDATE eventlog_events NOT INDEXED SET delivered = TRUE WHERE sequence IN (
 """
 
 _Range = tuple[str, int | None, int | None, int]
-"""An event type: the lowest and the highest sequence, and the number of events."""
+"""An event type, its lowest and its highest sequence, and its number of events."""
 
 
 class _Subscribed(Struct, frozen=True, array_like=True):
@@ -160,13 +160,13 @@ class _Survey(Struct, frozen=True, array_like=True):
         return [*(Key(TYPES, row[0]) for row in self.ranges if row[3]), *(Key(TOPICS, topic) for topic in self.topics)]
 
 
-class _Batch(Reach, frozen=True, gc=False):
+class _Batch(KeyRange, frozen=True, gc=False):
     types: frozenset[str]
     topics: frozenset[str]
 
 
 class _Take(Struct):
-    """The two statements that fan out a batch, with parameters."""
+    """The two statements that fan out a batch, and their parameters."""
 
     notify: str
     mark_delivered: str
@@ -183,7 +183,7 @@ class Key(Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """The key in a :class:`FanoutResult`."""
+        """The name of the key in a :class:`FanoutResult`."""
         return f"{self.kind.sign}{self.value}"
 
 
@@ -211,7 +211,7 @@ class SqliteEvents:
         self._connections = connections
 
     async def fan_out(self, request: FanoutRequest) -> FanoutResult:
-        # Most rounds find no events. Without the write lock, such a round delays no writer.
+        # Most rounds find no events. They do not take the write lock, and so delay no writer.
         if not request.expected and not await self.any_undelivered(request.namespace, request.seen_since):
             return FanoutResult({}, frozenset(), 0)
         async with self._connections.writing() as writer:
@@ -225,7 +225,7 @@ class SqliteEvents:
 
 
 def _fan_out(request: FanoutRequest, connection: sqlite3.Connection) -> FanoutResult:
-    """A round: measure the batch of each key, share out, and write."""
+    """Run a round: measure the batch of each key, decide how much of it to take, and write."""
     scope = {
         "namespace": request.namespace,
         "now": as_text(request.now),
@@ -253,7 +253,7 @@ def _fan_out(request: FanoutRequest, connection: sqlite3.Connection) -> FanoutRe
 
 
 def _limits(request: FanoutRequest, waiting: Sequence[Key]) -> dict[str, int]:
-    """The most events to take, by the name of the key: keys without a limit in the request share the batch evenly."""
+    """Return the most events to take, by key name. Keys without a limit in the request share the batch evenly."""
     share = max(1, request.batch_size // max(1, sum(key.name not in request.limits for key in waiting)))
     return {key.name: request.limits.get(key.name, share) for key in waiting}
 
@@ -261,20 +261,20 @@ def _limits(request: FanoutRequest, waiting: Sequence[Key]) -> dict[str, int]:
 def _take_types(
     connection: sqlite3.Connection, scope: Mapping[str, Any], survey: _Survey, usual: int, limits: Mapping[str, int]
 ) -> tuple[Iterable[_Take], set[str]]:
-    """A round of event types only, without order: two statements that write.
+    """Prepare a round with event types and unordered handlers only: two statements that write.
 
-    The types that have the ``usual`` limit are measured already; a further measurement for each other limit.
+    Types with the ``usual`` limit have already been measured; each other limit takes another query.
     """
     ranges = [row for row in survey.ranges if row[3] and limits[row[0]] == usual]
     for limit in sorted({*limits.values()} - {usual}):
         keys = as_json(event_type for event_type in limits if limits[event_type] == limit)
         ranges += _ranges.decode(fetch_value(connection, MEASURE_TYPES, {**scope, "keys": keys, "limit": limit}))
     found = {
-        event_type: Reach(first, last, size)
+        event_type: KeyRange(first, last, size)
         for event_type, first, last, size in ranges
         if first is not None and last is not None
     }
-    upto, full = share_out(found, limits, ())
+    upto, full = fanout_bounds(found, limits, ())
     if not upto:
         return (), full
     parameters = {
@@ -292,14 +292,14 @@ def _take_keys(
     limits: Mapping[str, int],
     subscribed: Sequence[_Subscribed],
 ) -> tuple[Iterable[_Take], set[str]]:
-    """A round with topics or ordered handlers: three statements for each key."""
+    """Prepare a round with topics or ordered handlers: three statements for each key."""
     found: dict[str, _Batch] = {}
     for key in waiting:
         measured = {**scope, "key": key.value, "limit": limits[key.name]}
         batch = _batch.decode(fetch_value(connection, key.kind.measure, measured))
         if batch.size:
             found[key.name] = batch
-    upto, full = share_out(found, limits, {key.name for key in _advancing_together(waiting, subscribed)})
+    upto, full = fanout_bounds(found, limits, {key.name for key in _advancing_together(waiting, subscribed)})
     return _takes(scope, [key for key in waiting if key.name in upto], upto, found, subscribed), full
 
 
@@ -310,23 +310,23 @@ def _takes(
     found: Mapping[str, _Batch],
     subscribed: Iterable[_Subscribed],
 ) -> Iterator[_Take]:
-    """Types before topics: an event that was taken by type is delivered, so the take of the topic passes over it."""
+    """Yield types before topics: an event taken by its type is then delivered, so the topic skips it."""
     for key in taken:
         batch = found[key.name]
-        takers = as_json(s for s in subscribed if s.event_type in batch.types or s.topic in batch.topics)
-        parameters = {**scope, "key": key.value, "last": upto[key.name], "subscriptions": takers}
+        matching = as_json(s for s in subscribed if s.event_type in batch.types or s.topic in batch.topics)
+        parameters = {**scope, "key": key.value, "last": upto[key.name], "subscriptions": matching}
         yield _Take(key.kind.notify, key.kind.mark_delivered, parameters, {key.name: batch.size})
 
 
 def _advancing_together(waiting: Iterable[Key], subscribed: Iterable[_Subscribed]) -> Iterator[Key]:
-    """The keys that ordered handlers want; all types if such a handler wants a topic, which may have any type."""
+    """Return the keys of ordered handlers; all types if one subscribes to a topic, whose events have any type."""
     types = {s.event_type for s in subscribed if s.ordered}
     topics = {s.topic for s in subscribed if s.ordered and s.topic is not None}
     return (key for key in waiting if (key.value in topics if key.kind is TOPICS else topics or key.value in types))
 
 
 def _new_ids() -> dict[str, Any]:
-    """The parts of new ids: the first 15 characters of a UUIDv7, which are time and version, and 62 random bits."""
+    """Return the parts of new ids: the first 15 characters of a UUIDv7 (time and version), and 62 random bits."""
     random = machine.random_bits()
     return {
         "id_head": str(uuid7())[:15],

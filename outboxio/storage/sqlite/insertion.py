@@ -1,4 +1,4 @@
-""""""
+"""The INSERTs of your application's transactions: events, notifications, and received messages."""
 
 from __future__ import annotations
 
@@ -12,12 +12,8 @@ from outboxio.storage.protocols import ConsumeResult, NewNotification
 from outboxio.storage.sqlite.columns import ACTION_FIELDS, EVENT, EVENT_FIELDS, NOTIFICATION, names, values
 from outboxio.storage.sqlite.values import as_json, as_text
 
-# --- x ---------------------------------------------------------------------------------------------
-#
-# What transactions of the application write: events, notifications, and the messages that an inbox has received.
-
-# A single statement for any number of events: an application that catches the error has written all events or none.
-# json_each reads the list in order, so the rows are numbered in the order of the events.
+# A single statement for any number of events: even if your application catches an error, all events are written or
+# none. json_each reads the list in order, so the rows are numbered in the order of the events.
 INSERT_EVENTS = f"""
 INSERT INTO eventlog_events ({names(EVENT)}) SELECT {values(EVENT)} FROM json_each(:events)
 """
@@ -44,7 +40,7 @@ UPDATE eventlog_events INDEXED BY sqlite_autoindex_eventlog_events_1 SET deliver
 
 
 def event_parameters(action: ActionRecord, events: Sequence[EventRecord]) -> dict[str, Any]:
-    """The parameters of ``INSERT_EVENTS``."""
+    """Return the parameters of ``INSERT_EVENTS``."""
     return {
         "namespace": action.namespace,
         "action_id": str(action.action_id),
@@ -74,7 +70,7 @@ def event_parameters(action: ActionRecord, events: Sequence[EventRecord]) -> dic
 
 
 def notification_parameters(event_id: UUID, owed: Sequence[NewNotification], now: datetime) -> dict[str, Any]:
-    """The parameters of ``INSERT_NOTIFICATIONS`` and of ``MARK_DELIVERED``."""
+    """Return the parameters of ``INSERT_NOTIFICATIONS`` and ``MARK_DELIVERED``."""
     rows = as_json(
         (o.id, o.handler_name, o.state, o.attempts, as_text(o.next_retry_at), o.errors, o.ordering_key, o.priority)
         for o in owed
@@ -96,10 +92,10 @@ CROSS JOIN eventlog_consumed_events c ON c.source = json_extract(k.value, '$[0]'
   AND c.external_id = json_extract(k.value, '$[1]') AND c.handler_name = json_extract(k.value, '$[2]')
 """
 
-# Each message is an action of its own, so the columns of the action are in each item of the list as well.
+# Each message is its own action, so the columns of the action are in each item of the list as well.
 _FIELDS = (*EVENT_FIELDS, *ACTION_FIELDS)
 _RECEIVED = {
-    **{column: f"json_extract(value, '$[{place}]')" for place, column in enumerate(_FIELDS)},
+    **{column: f"json_extract(value, '$[{index}]')" for index, column in enumerate(_FIELDS)},
     "event_date": f"json_extract(value, '$[{_FIELDS.index('completion_date')}]')",
     "delivered": "FALSE",
 }
@@ -107,7 +103,7 @@ INSERT_RECEIVED = f"INSERT INTO eventlog_events ({names(_RECEIVED)}) SELECT {val
 
 
 def consumed_parameters(consumed: Sequence[ConsumeResult]) -> dict[str, Any]:
-    """The parameters of ``CONSUME`` and of ``CONSUMED``."""
+    """Return the parameters of ``CONSUME`` and ``CONSUMED``."""
     return {
         "rows": as_json(
             (c.source, c.external_id, c.handler_name, str(c.event_id), c.payload_hash, as_text(c.consumed_date))
@@ -118,18 +114,18 @@ def consumed_parameters(consumed: Sequence[ConsumeResult]) -> dict[str, Any]:
 
 def consumed_rows(rows: Sequence[Sequence[str]]) -> list[ConsumeResult]:
     return [
-        ConsumeResult(source, external_id, name, UUID(event_id), payload_hash, datetime.fromisoformat(moment))
-        for source, external_id, name, event_id, payload_hash, moment in rows
+        ConsumeResult(source, external_id, name, UUID(event_id), payload_hash, datetime.fromisoformat(consumed_date))
+        for source, external_id, name, event_id, payload_hash, consumed_date in rows
     ]
 
 
 def received_parameters(received: Sequence[ReceivedEvent]) -> dict[str, Any]:
-    """The parameters of ``INSERT_RECEIVED``."""
+    """Return the parameters of ``INSERT_RECEIVED``."""
     return {"events": as_json(_values(*one) for one in received)}
 
 
 def _values(action: Any, event: Any) -> list[Any]:
     headers = action.headers_of(event)
-    given = [headers if field == "headers" else getattr(event, field) for field in EVENT_FIELDS]
-    given += [getattr(action, field) for field in ACTION_FIELDS]
-    return [as_text(value) if isinstance(value, datetime) else value for value in given]
+    row = [headers if field == "headers" else getattr(event, field) for field in EVENT_FIELDS]
+    row += [getattr(action, field) for field in ACTION_FIELDS]
+    return [as_text(value) if isinstance(value, datetime) else value for value in row]

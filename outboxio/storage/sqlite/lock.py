@@ -1,9 +1,9 @@
 """Cluster locks on SQLite: locked files beside the database, and fencing terms inside it.
 
-A lock is a file in ``<database>.locks/``, held by ``flock`` as long as the file is open. When the process of the holder
-dies, in any way, the operating system closes the file, and the next try of a standby succeeds. The database file itself
-is never locked, because closing any descriptor of the database file would drop SQLite's locks. Two descriptors of a
-lock file exclude each other also inside a process.
+A lock is a file in ``<database>.locks/``, held with ``flock`` as long as the file is open. When the holder's process
+dies, for any reason, the operating system closes the file, and the next attempt of a standby succeeds. The database
+file itself is never locked, because closing any of its descriptors would release SQLite's locks. Two descriptors of a
+lock file exclude each other even within a process.
 
 A database in memory belongs to a single process, so the locks are names in a set.
 """
@@ -25,7 +25,7 @@ import msgspec
 
 from outboxio.errors import DatabaseUnavailable
 from outboxio.model.lock_name import LockName
-from outboxio.storage.connections.driver import Proof, measured
+from outboxio.storage.connections.driver import Proof, make_proof
 from outboxio.storage.protocols import LockGrant
 from outboxio.storage.sqlite.connection import fetch_value
 from outboxio.storage.sqlite.connections import Connections
@@ -44,13 +44,13 @@ SELECT json_group_object(name, json_object('term', term, 'released_term', releas
 WHERE name IN (SELECT value FROM json_each(:names))
 """
 
-GIVE_BACK = """
+RECORD_RELEASE = """
 UPDATE eventlog_leases SET released_term = term WHERE name IN (SELECT value FROM json_each(:names)) AND owner = :owner
 """
 
 
 class Held(Protocol):
-    """A lock that was taken."""
+    """A lock that this process has taken."""
 
     @property
     def is_ours(self) -> bool:
@@ -60,7 +60,7 @@ class Held(Protocol):
     def release(self) -> None: ...
 
     def end(self) -> None:
-        """Release a lock whose name is not used again soon: leave no file behind."""
+        """Release the lock and remove its file, because the name is not expected to be used again soon."""
         ...
 
 
@@ -68,11 +68,11 @@ class Locks(Protocol):
     """The locks of a database."""
 
     def take(self, name: LockName) -> Held | None:
-        """The lock, or ``None`` if the lock is held."""
+        """Take a lock; ``None`` if it is held."""
         ...
 
-    def begin_anew(self) -> None:
-        """Release all locks of a closed event loop, whose tasks cannot release locks any more."""
+    def reset(self) -> None:
+        """Release all locks of a closed event loop, whose tasks can no longer release them."""
         ...
 
 
@@ -91,7 +91,7 @@ class SqliteClusterLock:
             taken = [name for name in names if self._take(name)]
             terms = await self._raise_terms(taken)
         except BaseException:
-            # The grants are unknown now, and a standby may have more luck with the database.
+            # The terms are unknown, and a standby may be able to reach the database.
             self._release_all()
             raise
         return {name: terms[name.lease] for name in taken}
@@ -100,7 +100,7 @@ class SqliteClusterLock:
         return self._take(name)
 
     async def heartbeat(self) -> Proof:
-        return await measured(self._prove())
+        return await make_proof(self._prove())
 
     async def _prove(self) -> datetime:
         if not all(lock.is_ours for lock in self._held.values()):
@@ -113,17 +113,17 @@ class SqliteClusterLock:
         try:
             if held:
                 leases = as_json(name.lease for name in held)
-                await self._connections.write(GIVE_BACK, {"names": leases, "owner": self._owner})
+                await self._connections.write(RECORD_RELEASE, {"names": leases, "owner": self._owner})
         except BaseException:
-            # After an error the lock manager counts no lock as held, and takes all of them again.
+            # After an error, the lock manager assumes that no lock is held, and takes all of them again.
             self._release_all()
             raise
         for name in held:
             if (lock := self._held.pop(name, None)) is not None:
                 lock.release()
 
-    async def listen(self, heard: Callable[[str], None]) -> None:
-        """Never call ``heard``: SQLite cannot wake processes, so processes poll."""
+    async def listen(self, on_wake: Callable[[str], None]) -> None:
+        """Never call ``on_wake``: SQLite cannot wake processes, so they poll."""
 
     def when_lost(self, callback: Callable[[], None]) -> None:
         """Never call ``callback``: a lock is lost only when the process ends."""
@@ -132,7 +132,7 @@ class SqliteClusterLock:
         self._release_all()
 
     def _take(self, name: LockName) -> bool:
-        self._connections.guard.enter()  # before the lock is taken: an event loop that takes over begins without locks
+        self._connections.guard.enter()  # before taking the lock: a new event loop starts without locks
         try:
             lock = self._locks.take(name)
         except OSError as error:
@@ -158,27 +158,27 @@ class SqliteClusterLock:
         return msgspec.json.decode(await self._connections.transact(raise_and_read), type=dict[str, LockGrant])
 
 
-# --- beside a file -------------------------------------------------------------------------------
+# --- next to a file ------------------------------------------------------------------------------
 
 
 class FileLocks:
-    """Lock files in a folder beside the database. Files of cluster locks stay."""
+    """Lock files in a directory beside the database. The files of cluster locks are kept."""
 
     def __init__(self, path: str) -> None:
         self._path = path
         self._taken: weakref.WeakSet[FileLock] = weakref.WeakSet()
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         for lock in list(self._taken):
             lock.release()
 
     def take(self, name: LockName) -> Held | None:
-        # The locks are the same for all links that lead to the database.
-        folder = os.path.realpath(self._path) + ".locks"
+        # All symbolic links to the database share the same locks.
+        directory = os.path.realpath(self._path) + ".locks"
         with contextlib.suppress(FileExistsError):
-            os.mkdir(folder)
-        _refuse_foreign(folder, folder.removesuffix(".locks"))
-        lock = FileLock(os.path.join(folder, name.text))
+            os.mkdir(directory)
+        _require_trusted_owner(directory, directory.removesuffix(".locks"))
+        lock = FileLock(os.path.join(directory, name.text))
         if lock.is_ours:
             self._taken.add(lock)
             return lock
@@ -191,7 +191,7 @@ class FileLock:
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._file = FileIO(path, "a", opener=_open_no_link)
+        self._file = FileIO(path, "a", opener=_open_without_links)
         _open_files.add(self._file)
         try:
             self._locked = _flock(self._file)
@@ -201,7 +201,7 @@ class FileLock:
 
     @property
     def is_ours(self) -> bool:
-        """True if this object holds the lock, and other processes would still find the same file."""
+        """True if this object holds the lock, and the path still leads to the same file."""
         try:
             return self._locked and os.path.samestat(os.fstat(self._file.fileno()), os.stat(self._path))
         except OSError:
@@ -211,35 +211,35 @@ class FileLock:
         self._file.close()
 
     def end(self) -> None:
-        # While the lock is held: a process that has opened the file finds that the path leads to no file, or another.
+        # Remove the file while the lock is held: a process that has opened it will find that the path has changed.
         if self.is_ours:
             os.unlink(self._path)
         self.release()
 
 
-def _refuse_foreign(folder: str, database: str) -> None:
-    """Refuse a lock folder of a foreign user, who may have prepared links to make files in any place.
+def _require_trusted_owner(directory: str, database: str) -> None:
+    """Reject a lock directory of another user, who may have planted symbolic links to create files elsewhere.
 
-    Trusted owners are this user, the owner of the database and root, who could do harm without the folder, too.
+    Trusted owners are this user, the owner of the database and root, who have access to the database anyway.
     """
-    found = os.lstat(folder)
+    found = os.lstat(directory)
     if not stat.S_ISDIR(found.st_mode):
-        raise NotADirectoryError(errno.ENOTDIR, "it is a link, or no folder at all; remove it", folder)
+        raise NotADirectoryError(errno.ENOTDIR, "it is a symbolic link or not a directory; remove it", directory)
     trusted = {os.geteuid(), 0}
     with contextlib.suppress(FileNotFoundError):
         trusted.add(os.stat(database).st_uid)
     if found.st_uid not in trusted:
-        told = f"it belongs to the user {found.st_uid}, neither to us nor to the owner of {database}; remove it"
-        raise PermissionError(errno.EPERM, told, folder)
+        reason = f"it belongs to user {found.st_uid}, who is neither this user nor the owner of {database}; remove it"
+        raise PermissionError(errno.EPERM, reason, directory)
 
 
-def _open_no_link(path: str, flags: int) -> int:
-    """Open or make a lock file. Never follow a link in place of the file, and never wait for the end of a pipe."""
+def _open_without_links(path: str, flags: int) -> int:
+    """Open or create a lock file. Never follow a symbolic link, and never block on a named pipe."""
     try:
         return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise OSError(errno.ELOOP, "it is a link; remove it", path) from error
+            raise OSError(errno.ELOOP, "it is a symbolic link; remove it", path) from error
         raise
 
 
@@ -257,9 +257,9 @@ _open_files: weakref.WeakSet[FileIO] = weakref.WeakSet()
 
 
 def _close_in_child() -> None:
-    """Close the files in a forked child, which would hold the locks after the death of this process.
+    """Close the files in a forked child, which would otherwise hold the locks after this process dies.
 
-    Closing in the child releases no lock, because the parent has the files open.
+    Closing them in the child releases no lock, because the parent still has them open.
     """
     for file in list(_open_files):
         file.close()
@@ -277,8 +277,8 @@ class MemoryLocks:
     def __init__(self) -> None:
         self._taken: set[LockName] = set()
 
-    def begin_anew(self) -> None:
-        self._taken = set()  # a new set, because tasks of the former loop may still release their locks in the old set
+    def reset(self) -> None:
+        self._taken = set()  # a new set: tasks of the previous loop may still release their locks in the old one
 
     def take(self, name: LockName) -> Held | None:
         if name in self._taken:
@@ -304,13 +304,13 @@ class MemoryLock:
 
 # --- keyed locks -----------------------------------------------------------------------------------
 #
-# Keyed locks of the application on SQLite: lock files beside the database, or names in memory (decision 56).
+# Your application's keyed locks on SQLite: lock files beside the database, or names in memory (decision 56).
 
 TERM = "SELECT term FROM eventlog_leases WHERE name = :name"
 
 
 class SqliteKeySession:
-    """Lock files that this process holds. A file is removed with its lock, because keys are without number."""
+    """Lock files that this process holds. A file is removed with its lock, because the number of keys is unlimited."""
 
     waits = False
     longest_silence = float("inf")

@@ -12,28 +12,28 @@ from uuid import UUID
 import msgspec
 from msgspec.structs import replace
 
-from outboxio.model.notification import DueQuery, Notification, Position, checked, unreadable
+from outboxio.model.notification import DueQuery, Notification, Position, checked, malformed
 from outboxio.model.outcome import Bucket
-from outboxio.storage.left_alone import LeftAlone
 from outboxio.storage.sqlite.columns import due_row, micros
 from outboxio.storage.sqlite.connection import execute_when_free, fetch_value, in_transaction
 from outboxio.storage.sqlite.connections import Connections
-from outboxio.storage.sqlite.errors import cannot_be_read
+from outboxio.storage.sqlite.errors import is_undecodable
 from outboxio.storage.sqlite.insertion import INSERT_EVENTS, event_parameters
 from outboxio.storage.sqlite.values import as_json, as_text
+from outboxio.storage.undispatchable import UndispatchableRows
 
 # --- due rows --------------------------------------------------------------------------------------
 #
-# Finding due notifications on SQLite, also beside rows that cannot be read.
+# The statements that read due rows, even if there are malformed rows among them.
 
-# SQLite uses a partial index only for a query that repeats the condition of the index word for word. SQLite evaluates
-# the condition for each written row, which takes a third of the time with OR instead of IN.
+# SQLite only uses a partial index for a query that repeats the condition of the index literally. It evaluates the
+# condition for each written row, which takes a third of the time with OR instead of IN.
 UNFINISHED = "(state = 'PENDING' OR state = 'FAILED' OR state = 'DYING')"
-# All statements name their indexes, because with statistics of a small table the planner would scan a large table.
+# All statements force an index: with statistics from when the table was small, the planner would scan the table.
 BY_DUE = "eventlog_event_notifications INDEXED BY eventlog_event_notifications_due"
 
-# The places in the list ``:wanted`` of all handler names with due rows. This is the only statement of an idle poll of
-# several handlers.
+# The positions in the list ``:wanted`` of all handler names with due rows. This is the only statement of an idle poll
+# of several handlers.
 FIND_BUSY = f"""
 SELECT json_group_array(w.key) FROM json_each(:wanted) w WHERE EXISTS (
   SELECT 1 FROM {BY_DUE}
@@ -48,23 +48,23 @@ _DUE = f"""
     AND (next_retry_at, sequence) > (:due, :sequence)
   ORDER BY next_retry_at, sequence LIMIT :limit
 """
-# An index scan for each handler name, from the scan position of the name: finished rows and the backlog of a handler
-# without free workers are not read. No row is claimed, because the process holds the cluster lock of the handler. Each
-# row becomes a text inside of the scan: 24 columns of each row for json_group_array would take half as long again. All
-# rows of a fan-out round have the same timestamps, so the first one is converted once: for each row, the conversion
-# would take 45 % of the query.
+# An index scan for each handler name, from its scan position, so neither finished rows nor the backlog of a handler
+# without free slots are read. Rows are not claimed, because this process holds the cluster lock of the handler
+# (decision 2). Each row becomes text inside the scan: passing 24 columns to json_group_array would take 50 % longer.
+# All rows of a fan-out round have the same timestamps, so the first one is converted once; converting each would take
+# 45 % of the query.
 _ROW = due_row(
     lambda column: (
-        f"CASE WHEN {column} = (SELECT moment FROM first) THEN (SELECT us FROM first) ELSE {micros(column)} END"
+        f"CASE WHEN {column} = (SELECT next_date FROM first) THEN (SELECT us FROM first) ELSE {micros(column)} END"
     )
 )
 FIND_DUE = f"""
 WITH first AS MATERIALIZED (
-  SELECT next_retry_at AS moment, {micros("next_retry_at")} AS us {_DUE.replace(":limit", "1")})
+  SELECT next_retry_at AS next_date, {micros("next_retry_at")} AS us {_DUE.replace(":limit", "1")})
 SELECT '[' || coalesce(group_concat(due), '') || ']' FROM (SELECT {_ROW} AS due {_DUE})
 """
 
-# Row by row, if a row cannot become a JSON text: first the rowids of all due rows, then each row in two statements.
+# Row by row, if a row cannot be converted to JSON: first the rowids of all due rows, then each row in two statements.
 FIND_DUE_ROWIDS = f"SELECT json_group_array(rowid) FROM (SELECT rowid {_DUE})"
 _ROWID = f"eventlog_event_notifications NOT INDEXED WHERE rowid = :rowid AND {UNFINISHED}"
 READ_DUE = f"SELECT {due_row()} FROM {_ROWID}"
@@ -72,7 +72,7 @@ READ_ID = f"SELECT hex(id) FROM {_ROWID}"
 
 
 class _Due(Notification, array_like=True, gc=False):
-    """A row of FIND_DUE. JSON columns are text within JSON, so a malformed document spoils only the row itself."""
+    """A row of FIND_DUE. JSON columns are text within JSON, so a malformed document only affects its own row."""
 
     payload: str | None
     raw_context: msgspec.Raw
@@ -84,66 +84,70 @@ _numbers = msgspec.json.Decoder(list[int])
 
 
 def find_due(
-    connection: sqlite3.Connection, namespace: str, now: str, wanted: Sequence[DueQuery], left_alone: LeftAlone
+    connection: sqlite3.Connection,
+    namespace: str,
+    now: str,
+    queries: Sequence[DueQuery],
+    undispatchable: UndispatchableRows,
 ) -> Sequence[Notification]:
-    """The due rows behind each cursor, up to the limit of the cursor; ``left_alone`` collects ids that are no UUIDs."""
+    """Return the due rows of each query, up to its limit. Rows with a malformed id go to ``undispatchable``."""
     scope = {"namespace": namespace, "now": now}
-    if len(wanted) > 1:
-        places = as_positions((w.handler_name, w.after) for w in wanted)
-        busy = _numbers.decode(fetch_value(connection, FIND_BUSY, {**scope, "wanted": places}))
-        wanted = [wanted[place] for place in busy]
+    if len(queries) > 1:
+        positions = as_positions((query.handler_name, query.after) for query in queries)
+        busy = _numbers.decode(fetch_value(connection, FIND_BUSY, {**scope, "wanted": positions}))
+        queries = [queries[index] for index in busy]
     found: list[Notification] = []
-    for query in wanted:
-        found += _find_due_of(connection, scope, query, left_alone)
+    for query in queries:
+        found += _find_due_of(connection, scope, query, undispatchable)
     return found
 
 
-def as_positions(wanted: Iterable[tuple[str, Position]]) -> str:
-    """The list ``:wanted``: handler names, each with a scan position."""
-    return as_json((name, as_text(due), sequence) for name, (due, sequence) in wanted)
+def as_positions(positions: Iterable[tuple[str, Position]]) -> str:
+    """Encode the list ``:wanted``: handler names, each with a scan position."""
+    return as_json((name, as_text(due), sequence) for name, (due, sequence) in positions)
 
 
 def _find_due_of(
-    connection: sqlite3.Connection, scope: Mapping[str, str], wanted: DueQuery, left_alone: LeftAlone
+    connection: sqlite3.Connection, scope: Mapping[str, str], query: DueQuery, undispatchable: UndispatchableRows
 ) -> Sequence[Notification]:
-    due, sequence = wanted.after
-    own = {"handler_name": wanted.handler_name, "due": as_text(due), "sequence": sequence, "limit": wanted.limit}
+    due, sequence = query.after
+    own = {"handler_name": query.handler_name, "due": as_text(due), "sequence": sequence, "limit": query.limit}
     parameters = {**scope, **own}
     try:
         return _rows.decode(fetch_value(connection, FIND_DUE, parameters))
     except sqlite3.DataError:
-        # A text holds at most 1 GB. Half of the rows may fit; the next round finds the rest.
-        if wanted.limit <= 1:
+        # A text is limited to 1 GB. Half of the rows may fit, and the next round finds the rest.
+        if query.limit <= 1:
             raise
-        return _find_due_of(connection, scope, replace(wanted, limit=wanted.limit // 2), left_alone)
+        return _find_due_of(connection, scope, replace(query, limit=query.limit // 2), undispatchable)
     except (msgspec.DecodeError, sqlite3.OperationalError) as error:
         # A column of SQLite holds values of any type. JSON cannot hold bytes, for example.
-        if isinstance(error, sqlite3.OperationalError) and not cannot_be_read(error):
+        if isinstance(error, sqlite3.OperationalError) and not is_undecodable(error):
             raise
         rowids = _numbers.decode(fetch_value(connection, FIND_DUE_ROWIDS, parameters))
-        found = [_read_due(connection, rowid, wanted.handler_name, left_alone) for rowid in rowids]
+        found = [_read_due(connection, rowid, query.handler_name, undispatchable) for rowid in rowids]
         return [row for row in found if row is not None]
 
 
 def _read_due(
-    connection: sqlite3.Connection, rowid: int, handler_name: str, left_alone: LeftAlone
+    connection: sqlite3.Connection, rowid: int, handler_name: str, undispatchable: UndispatchableRows
 ) -> Notification | None:
-    """A due row, possibly with a flaw; ``None`` for a row that has an unreadable id or was just settled."""
+    """Read a due row that may be malformed; ``None`` if its id is malformed or it was just settled."""
     raw_id = fetch_value(connection, READ_ID, {"rowid": rowid})
     if raw_id is None:
         return None
     try:
         row_id = UUID(bytes.fromhex(raw_id).decode())
     except ValueError:
-        left_alone.add(bytes.fromhex(raw_id), handler_name)
+        undispatchable.add(bytes.fromhex(raw_id), handler_name)
         return None
     try:
         document = fetch_value(connection, READ_DUE, {"rowid": rowid})
         columns: list[Any] = [] if document is None else list(_row_of_any_types.decode(document))
     except (msgspec.DecodeError, sqlite3.OperationalError) as error:
-        if isinstance(error, sqlite3.OperationalError) and not cannot_be_read(error):
+        if isinstance(error, sqlite3.OperationalError) and not is_undecodable(error):
             raise
-        return unreadable(row_id, handler_name, "a column holds bytes that are no text, or an id that is no text")
+        return malformed(row_id, handler_name, "a column has bytes that are not text, or an id that is not text")
     return checked(Notification(row_id, *columns[1:])) if columns else None
 
 
@@ -153,7 +157,7 @@ def _read_due(
 # sqlite_autoindex_..._1 is SQLite's own index of the primary key, here of the id.
 _BY_ID = "eventlog_event_notifications AS n INDEXED BY sqlite_autoindex_eventlog_event_notifications_1"
 
-# The statement that writes also reads the leases, so no successor can raise a term in between.
+# The statement that writes also reads the leases, so no new holder can increment a term in between.
 _HELD = """
 SELECT json_extract(mine.value, '$[1]') FROM json_each(:leases) mine CROSS JOIN eventlog_leases l
   ON l.name = json_extract(mine.value, '$[0]') AND l.term = json_extract(mine.value, '$[2]')
@@ -164,8 +168,9 @@ UPDATE {_BY_ID} SET state = :state, attempts = :attempts, updated_date = :now
 WHERE id IN (SELECT value FROM json_each(:ids)) AND {UNFINISHED} AND handler_name IN ({_HELD})
 """
 
-# The values of a row are looked up for each row; for a join, the planner would be free to scan the table. Errors that
-# were made unreadable by hand are replaced, so that all rows of the bucket can be settled.
+# The values are looked up for each row; with a join, the planner could choose to scan the table. If an operator has
+# replaced the errors with something other than a JSON array, a new array replaces that value, so that the row can be
+# settled.
 SETTLE_WITH_DETAILS = f"""
 UPDATE {_BY_ID} SET state = :state, attempts = :attempts, updated_date = :now, (next_retry_at, errors) = (
   WITH o AS MATERIALIZED (
@@ -184,15 +189,15 @@ WHERE id IN (SELECT value FROM json_each(:ids)) AND {UNFINISHED} AND handler_nam
 class SqliteNotifications:
     def __init__(self, connections: Connections) -> None:
         self._connections = connections
-        self._left_alone = LeftAlone()
+        self._undispatchable = UndispatchableRows()
 
     @property
     def can_settle(self) -> bool:
         return True
 
-    async def find_due(self, namespace: str, now: datetime, wanted: Sequence[DueQuery]) -> Sequence[Notification]:
+    async def find_due(self, namespace: str, now: datetime, queries: Sequence[DueQuery]) -> Sequence[Notification]:
         return await self._connections.read(
-            lambda connection: find_due(connection, namespace, as_text(now), wanted, self._left_alone)
+            lambda connection: find_due(connection, namespace, as_text(now), queries, self._undispatchable)
         )
 
     async def settle(self, bucket: Bucket, now: datetime) -> int:
@@ -208,7 +213,7 @@ class SqliteNotifications:
 
 
 def settlement(bucket: Bucket, now: datetime) -> tuple[str, dict[str, Any]]:
-    """The statement that writes a bucket, with parameters."""
+    """Return the statement that settles a bucket, and its parameters."""
     parameters = {
         "state": bucket.state.value,
         "attempts": bucket.attempts,
@@ -230,11 +235,11 @@ def settlement(bucket: Bucket, now: datetime) -> tuple[str, dict[str, Any]]:
 
 
 class _Refused(Exception):
-    """The fence refused a part of a bucket, so the transaction is rolled back."""
+    """The fence rejected a part of the bucket, so the transaction is rolled back."""
 
 
 def _settle_emitting(bucket: Bucket, now: datetime, connection: sqlite3.Connection) -> int:
-    """Settle all rows of the bucket and write the emitted events, or change no row."""
+    """Settle all rows of the bucket and write the emitted events, or change nothing."""
     try:
         with in_transaction(connection):
             settled = connection.execute(*settlement(bucket, now)).rowcount

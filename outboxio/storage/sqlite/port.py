@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from outboxio.storage.sqlite.connection import fetch_legible, fetch_value, result_of
+from outboxio.storage.sqlite.connection import fetch_lenient, fetch_value, result_of
 from outboxio.storage.sqlite.connections import Connections
 from outboxio.storage.sqlite.values import as_value
 from outboxio.storage.statement import Port, Query, Runner, Statement, as_document, is_document, numbered
@@ -31,13 +31,13 @@ class SqlitePort(Port):
     """The port over the connections of a database."""
 
     def __init__(self, connections: Connections, *, is_of_loops: bool = False) -> None:
-        """``is_of_loops``: the queries are short, and wait for no query of an operator."""
+        """``is_of_loops``: the queries are short, and do not wait for queries of operators."""
         self._connections = connections
         self._may_be_long = not is_of_loops
 
     async def fetch(self, query: Query[R], **values: Any) -> list[R]:
         sql = query.texts.get(SYNTAX) or query.rendered(SYNTAX)
-        run = fetch_legible if query.lenient else fetch_value
+        run = fetch_lenient if query.lenient else fetch_value
         work = partial(run, sql=sql, parameters=_arguments(values))
         found = await self._connections.read(work, may_be_long=self._may_be_long)
         return query.rows(_rows(found)) if found != _NONE else []
@@ -77,7 +77,7 @@ def _argument(value: Any) -> Any:
 
 
 class _Transaction:
-    """Both methods block: they are called in the thread of the connection."""
+    """The statements of a transaction. Both methods block, and run in the thread of the connection."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection

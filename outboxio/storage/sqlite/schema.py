@@ -1,4 +1,4 @@
-"""Migrating and checking the tables on SQLite."""
+"""Migrations and checks of the tables on SQLite."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ VERSIONS = "SELECT json_group_array(version) FROM eventlog_schema_versions"
 ADOPTED = "INSERT INTO eventlog_schema_versions VALUES (?, ?, ?)"
 APPLIED = "UPDATE eventlog_schema_versions SET applied_date = ? WHERE version = ?"
 
-# SQLite numbers rows only for an INTEGER PRIMARY KEY. And statements name SQLite's own indexes of the first and the
-# second key of a table.
+# SQLite only numbers rows for an INTEGER PRIMARY KEY. And some statements force SQLite's automatic indexes of the first
+# and the second key of a table.
 NUMBERS_EVENTS = """
 SELECT count(*) = 1 FROM pragma_table_info('eventlog_events')
 WHERE pk > 0 AND name = 'sequence' AND upper(type) = 'INTEGER'
@@ -47,7 +47,7 @@ SELECT (SELECT json_group_array(name) FROM pragma_index_info('sqlite_autoindex_e
   AND (SELECT json_group_array(name) FROM pragma_index_info('sqlite_autoindex_eventlog_event_notifications_2'))
     = '["event_id","handler_name"]'
 """
-REBUILD = "-- SQLite adds no key to a table that is there: rename it, make it anew, and copy its rows"
+REBUILD = "-- SQLite cannot add a key to an existing table: rename the table, create it again, and copy its rows"
 KEYS = (
     (NUMBERS_EVENTS, "sequence INTEGER PRIMARY KEY of table events", "0001_events.sql"),
     (FINDS_EVENTS, "id UNIQUE of table events", "0001_events.sql"),
@@ -72,22 +72,22 @@ class SqliteSchema(Migration):
         return "sqlite"
 
     async def check(self, needed: Rights | None = None) -> None:
-        """``needed`` is ignored: SQLite has no rights of users."""
+        """Check the tables. ``needed`` is ignored, because SQLite has no rights."""
         if self._is_still_to_be_made():
             refuse_incomplete(self._shard, "sqlite", Found({}, ()))
         await super().check()
         self._refuse_without_keys(await self._connections.read(_missing_keys))
 
-    async def orders_refused(self) -> str | None:
+    async def operations_unavailable(self) -> str | None:
         if self._path is None or os.access(self._path, os.W_OK):
             return None
-        return f"this process may not write the file {self._path}"
+        return f"this process has no permission to write the file {self._path}"
 
-    async def rights_lacking(self) -> dict[str, RightsMissing]:
+    async def missing_rights(self) -> dict[str, RightsMissing]:
         return {}
 
     def _is_still_to_be_made(self) -> bool:
-        """True if the file does not exist yet. Opening would make the file, which a check must not do."""
+        """True if the file does not exist yet. Opening would create it, which a check must not do."""
         return self._path is not None and not os.path.exists(self._path) and os.path.isdir(os.path.dirname(self._path))
 
     def _refuse_without_keys(self, keys: Sequence[tuple[str, str]]) -> None:
@@ -99,7 +99,7 @@ class SqliteSchema(Migration):
         return file.version, file.name, as_text(utc_now())
 
     async def _in_turn(self, work: Work) -> list[str]:
-        # A single transaction with the write lock: processes that start together take turns.
+        # A single transaction with the write lock: processes that start at the same time take turns.
         return await self._connections.transact(lambda connection: result_of(work(connection)))
 
     async def _look_now(self, needed: Rights | None = None, *, probes: bool = False) -> Found:
@@ -118,7 +118,7 @@ class SqliteSchema(Migration):
         for file in files:
             for statement in statements_in(file.text):
                 connection.execute(statement)
-            connection.execute(APPLIED, (as_text(utc_now()), file.version))  # the file has SQLite's own clock
+            connection.execute(APPLIED, (as_text(utc_now()), file.version))  # replaces the time of SQLite's own clock
 
     async def _refuse_flaws(
         self, connection: sqlite3.Connection, found: Found, files: Sequence[SqlFile], lost: Sequence[Part]
@@ -143,5 +143,5 @@ class SqliteSchema(Migration):
 
 
 def _missing_keys(connection: sqlite3.Connection) -> list[tuple[str, str]]:
-    """The keys that the statements of outboxio need and the database lacks, each with the SQL file of the key."""
-    return [(key, file) for question, key, file in KEYS if not fetch_value(connection, question, ())]
+    """Return the required keys that the database lacks, each with the SQL file that creates it."""
+    return [(key, file) for query, key, file in KEYS if not fetch_value(connection, query, ())]

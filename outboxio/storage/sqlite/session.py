@@ -1,4 +1,4 @@
-"""A transaction of the application, on the writing connection or on a connection for reading."""
+"""The transactions of actions on SQLite, on the writing connection or on a connection for reading."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from outboxio.storage.sqlite.thread import ThreadConnection, Turn
 from outboxio.storage.sqlite.values import as_json, as_parameters, as_text
 from outboxio.storage.transaction_endings import first_ending
 
-# SQLite has a single writer, so no row has to be locked. sqlite_autoindex_..._1 is SQLite's own index of the ids.
+# SQLite has a single writer, so no row has to be locked. sqlite_autoindex_..._1 is SQLite's automatic index of the ids.
 CLAIM = """
 SELECT json_group_object(id, errors)
 FROM eventlog_event_notifications INDEXED BY sqlite_autoindex_eventlog_event_notifications_1
@@ -59,14 +59,14 @@ SET state = :state, attempts = :attempts, updated_date = :now WHERE id IN (SELEC
 
 
 class SqliteSession(Consuming):
-    """One transaction on a connection in its thread (decision 7).
+    """A transaction on a connection in its thread (decision 7).
 
-    BEGIN travels to the thread with the first statement, and the INSERT of the events with COMMIT. As soon as COMMIT is
-    submitted, the next transaction has its turn, because the thread runs all jobs in order.
+    BEGIN is submitted with the first statement, and the INSERT of the events with COMMIT. As soon as COMMIT is
+    submitted, the next transaction gets its turn, because the thread runs all jobs in order.
     """
 
     def __init__(self, writer: Writer, pass_on: Callable[[], None], discard: Callable[[], None]) -> None:
-        """``pass_on`` gives the turn to the next transaction, ``discard`` closes the connection for good."""
+        """``pass_on`` gives the turn to the next transaction; ``discard`` closes the connection permanently."""
         self._writer = writer
         self._pass_on = pass_on
         self._discard = discard
@@ -74,9 +74,9 @@ class SqliteSession(Consuming):
         self._is_to_begin = False
         self._beginning: Work[sqlite3.Connection] = begin
         self.ending: Work[None] = roll_back
-        """Undoes an open transaction."""
+        """Rolls back an open transaction."""
         self.is_open = False
-        """True while a transaction is open, or may be."""
+        """True while a transaction is or may be open."""
 
     @property
     def unit(self) -> SessionUnit | None:
@@ -85,7 +85,7 @@ class SqliteSession(Consuming):
     @property
     def connection(self) -> Any:
         if self._is_to_begin:
-            # The application uses the connection at once, and each use blocks the event loop.
+            # The caller may use the connection immediately, and each use blocks the event loop.
             self._is_to_begin, self.is_open = False, True
             self._connection = self._writer.run_blocking(self._beginning)
         return self._connection
@@ -120,7 +120,7 @@ class SqliteSession(Consuming):
 
     def in_transaction(self) -> bool:
         if not self.is_open:
-            return self._is_to_begin  # after the end, the connection may be in the transaction of the next session
+            return self._is_to_begin  # the connection may already be in the transaction of the next session
         return self._connection is not None and bool(self._connection.in_transaction)
 
     def would_end(self, sql: str) -> str | None:
@@ -161,14 +161,14 @@ class SqliteSession(Consuming):
     async def _consume(self, consumed: Sequence[ConsumeResult]) -> list[ConsumeResult]:
         return consumed_rows(await self._read(CONSUMED, consumed_parameters(consumed), after=CONSUME))
 
-    async def _find_consumed(self, wanted: Sequence[ConsumeResult]) -> list[ConsumeResult]:
-        return consumed_rows(await self._read(CONSUMED, consumed_parameters(wanted)))
+    async def _find_consumed(self, keys: Sequence[ConsumeResult]) -> list[ConsumeResult]:
+        return consumed_rows(await self._read(CONSUMED, consumed_parameters(keys)))
 
     async def _write(self, sql: str, parameters: Parameters) -> None:
         await self._run(lambda connection: connection.execute(sql, parameters))
 
     async def _read(self, sql: str, parameters: Parameters, *, after: str = "") -> list[Any]:
-        """Run a query, and before it the statement ``after`` with the same parameters."""
+        """Run a query after the statement ``after``, with the same parameters."""
 
         def read(connection: sqlite3.Connection) -> list[Any]:
             if after:
@@ -178,7 +178,7 @@ class SqliteSession(Consuming):
         return list(await self._run(read))
 
     def _run(self, work: Work[Any]) -> Awaitable[Any]:
-        """Submit work to the thread; BEGIN comes with the first work."""
+        """Submit work to the thread, with BEGIN the first time."""
         begins, self._is_to_begin = self._is_to_begin, False
         self.is_open = True
         return self._writer.submit(partial(self._work, work, begins))
@@ -189,7 +189,7 @@ class SqliteSession(Consuming):
         return work(self._begun(begins, connection))
 
     def _commit(self, events: Parameters | None, begins: bool, connection: sqlite3.Connection) -> None:
-        """Write events and commit; or roll back, because the next transaction comes right behind."""
+        """Write events and commit. On failure, roll back, because the next transaction follows immediately."""
         connection = self._begun(begins, connection)
         try:
             if events is not None:
@@ -201,14 +201,14 @@ class SqliteSession(Consuming):
             raise
 
     def _begun(self, begins: bool, connection: sqlite3.Connection) -> sqlite3.Connection:
-        """The connection on which this transaction began, even if the thread has opened a new connection since."""
+        """Return the connection on which this transaction began, even if the thread has opened a new one since."""
         if begins:
             self._connection = self._beginning(connection)
         return connection if self._connection is None else self._connection
 
 
 class CheckedOutSession:
-    """Takes a turn at the writer, and always passes the turn on with no transaction open."""
+    """Takes a turn at the writer, and passes it on with no transaction open."""
 
     def __init__(self, connections: Connections) -> None:
         self._connections = connections
@@ -216,7 +216,7 @@ class CheckedOutSession:
 
     async def __aenter__(self) -> SqliteSession:
         self._connections.guard.enter()
-        # If a new event loop takes over, this session must not reach the transactions of the new loop.
+        # If a new event loop takes over, this session must not affect its transactions.
         turn, self._writer = self._connections.turn, self._connections.writer
         await turn.take()
         self._turn = turn
@@ -228,8 +228,8 @@ class CheckedOutSession:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if self._session.is_open and not self._writer.is_left:
-                # Even if the wait is cancelled, the thread rolls back before all later jobs.
+            if self._session.is_open and not self._writer.is_replaced:
+                # Even if this is cancelled, the thread rolls back before all later jobs.
                 await self._writer.submit(self._session.ending)
         finally:
             self._pass_on()
@@ -241,7 +241,7 @@ class CheckedOutSession:
 
 
 class ReadingSession:
-    """Takes a connection for reading, and gives the connection back with no transaction open."""
+    """Acquires a connection for reading, and releases it with no transaction open."""
 
     def __init__(self, connections: Connections) -> None:
         self._connections = connections
@@ -261,7 +261,7 @@ class ReadingSession:
 
 
 class Writer(Protocol):
-    """Runs work on a connection: a thread."""
+    """Runs work on a connection in a thread."""
 
     def submit(self, work: Work[Any]) -> Awaitable[Any]: ...
 
@@ -275,10 +275,10 @@ def do_nothing() -> None:
 def _execute(connection: sqlite3.Connection, sql: str, parameters: Parameters) -> int:
     before = connection.total_changes
     cursor = connection.execute(sql, parameters)
-    returned = len(cursor.fetchall())  # with RETURNING, the statement counts and ends at the last returned row
+    returned = len(cursor.fetchall())  # with RETURNING, a statement finishes when its last row is fetched
     if cursor.rowcount >= 0:
         return cursor.rowcount
-    # sqlite3 counts rows of statements that begin with INSERT, UPDATE, DELETE or REPLACE, but not with WITH.
+    # sqlite3 counts the rows of statements that start with INSERT, UPDATE, DELETE or REPLACE, but not with WITH.
     return returned if connection.total_changes == before else int(fetch_value(connection, "SELECT changes()", ()))
 
 
@@ -291,7 +291,7 @@ def _fetch_first(connection: sqlite3.Connection, sql: str, parameters: Parameter
     try:
         return cursor.execute(sql, parameters).fetchone()
     finally:
-        cursor.close()  # an unfinished statement would make COMMIT fail
+        cursor.close()  # COMMIT fails while a statement is unfinished
 
 
 def _with_names(connection: sqlite3.Connection) -> sqlite3.Cursor:
@@ -305,27 +305,27 @@ async def _nothing_to_commit() -> None:
 
 
 def _retrieve_error(ended: asyncio.Future[None]) -> None:
-    """Ignore the error of a ROLLBACK that no task awaits: begin() of the next transaction rolls back again."""
+    """Ignore the error of a ROLLBACK that is not awaited: begin() of the next transaction rolls back again."""
     if not ended.cancelled():
         ended.exception()
 
 
-# --- a connection of the application ---------------------------------------------------------------
+# --- the caller's connection -----------------------------------------------------------------------
 #
-# A ``sqlite3`` or ``aiosqlite`` connection that the application passes to ``record``.
+# A ``sqlite3`` or ``aiosqlite`` connection that the caller passes to ``record``.
 
 
 class _NoThread:
-    """Refuses to begin and to end the application's own transaction."""
+    """Rejects the methods that would begin, use or end the caller's transaction."""
 
     async def submit(self, work: Work[Any]) -> Any:
-        raise TransactionError("the transaction on a caller's own connection is the caller's to use and to end")
+        raise TransactionError("only the caller can use and end the transaction on a connection passed to record()")
 
     run_blocking = submit
 
 
-class ApplicationSession(SqliteSession):
-    """The application's own connection with an open transaction, on which only rows of outboxio are written."""
+class CallerSession(SqliteSession):
+    """The caller's open transaction, on which only outboxio's rows are written."""
 
     def __init__(self, connection: Any) -> None:
         super().__init__(_NoThread(), do_nothing, do_nothing)
@@ -343,13 +343,13 @@ class ApplicationSession(SqliteSession):
 
 
 async def files_of(connection: Any) -> list[str]:
-    """The files of an application's connection, the main file before attached files; ``""`` for memory."""
+    """Return the files of a connection, the main file before attached files; ``""`` stands for memory."""
     rows = await _rows(connection, "PRAGMA database_list", ())
     return [row[2] or "" for row in sorted(rows, key=lambda row: row[1] != "main")]
 
 
 def is_connection(connection: object) -> bool:
-    """True for a connection of sqlite3 or of aiosqlite, which need not be installed."""
+    """True for a connection of sqlite3 or aiosqlite, which does not need to be installed."""
     return isinstance(connection, sqlite3.Connection) or any(
         f"{cls.__module__}.{cls.__qualname__}" == "aiosqlite.core.Connection" for cls in type(connection).__mro__
     )
@@ -357,12 +357,12 @@ def is_connection(connection: object) -> bool:
 
 async def _rows(connection: Any, sql: str, parameters: Parameters) -> list[Any]:
     cursor = await _awaited(connection.execute(sql, parameters))
-    cursor.row_factory = None  # the application may have set a row_factory
+    cursor.row_factory = None  # your application may have set a row_factory
     rows = await _awaited(cursor.fetchall())
     await _awaited(cursor.close())
     return list(rows)
 
 
 async def _awaited(value: Any) -> Any:
-    """The result of aiosqlite, which must be awaited, or of sqlite3."""
+    """Await a result of aiosqlite, or return a result of sqlite3."""
     return await value if inspect.isawaitable(value) else value

@@ -1,4 +1,4 @@
-"""Turns at the writing connection of a SQLite database."""
+"""Turns at the writing connection of a SQLite database, and connections in threads."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ logger = log_of(__name__)
 
 
 class Turn:
-    """Gives the tasks of an event loop turns at the writer, in the order of asking."""
+    """A lock with which the tasks of an event loop take turns at the writer, first in, first out."""
 
     def __init__(self, shard: str, where: str, timeout: float) -> None:
-        """``timeout``: seconds that a task waits for a turn."""
+        """``timeout``: how long a task waits for a turn, in seconds."""
         self._shard = shard
         self._where = where
         self._timeout = timeout
@@ -35,7 +35,7 @@ class Turn:
         self.is_taken = False
         """True if a task has the turn."""
         self._taken_at = 0.0
-        self._waiters: Waiters[None] = Waiters(timeout, refusal=self._exhausted, served_late=self._tell_wait)
+        self._waiters: Waiters[None] = Waiters(timeout, timeout_error=self._exhausted, on_slow_wait=self._log_wait)
 
     @property
     def is_mine(self) -> bool:
@@ -43,11 +43,11 @@ class Turn:
         return self._owner is not None and self._owner is asyncio.current_task()
 
     async def take(self) -> None:
-        """Wait for the turn of the current task; :class:`PoolExhausted` after ``timeout`` seconds."""
+        """Wait for a turn. Raises :class:`PoolExhausted` after ``timeout`` seconds."""
         if self.is_mine:
             raise TransactionError(
-                f"this task has a transaction open on shard {self._shard!r}, and SQLite has one writer: it would wait "
-                "for itself for ever. Let the transaction end first"
+                f"this task already has a transaction open on shard {self._shard!r}, and SQLite has only one writer: a "
+                "second transaction would deadlock. End the first transaction before beginning another"
             )
         if self.is_taken:
             await self._waiters.wait(self._serve_next)
@@ -56,12 +56,12 @@ class Turn:
         self._taken_at = machine.monotonic()
 
     def pass_on(self) -> None:
-        """Give the turn to the next task."""
+        """End the turn, and wake the next waiting task."""
         self._owner = None
         self._serve_next()
 
     def stop_timer(self) -> None:
-        """Leave no timer behind: the database is closed."""
+        """Stop the timer of waiting tasks when the database is closed."""
         self._waiters.stop_timer()
 
     def _serve_next(self, served: None = None) -> None:
@@ -71,9 +71,9 @@ class Turn:
         held = machine.monotonic() - self._taken_at
         return PoolExhausted(self._shard, self._where, size=1, in_use=1, held=held, timeout=self._timeout)
 
-    def _tell_wait(self, seconds: float) -> None:
+    def _log_wait(self, seconds: float) -> None:
         logger.warning(
-            "an action waited %.1f s for the one writer of shard %s: other actions keep it for long",
+            "an action waited %.1f s for the single writer of shard %s, which other actions hold for a long time",
             seconds, self._shard, shard=self._shard, seconds=seconds,
         )  # fmt: skip
 
@@ -86,44 +86,44 @@ class Turn:
         self.pass_on()
 
 
-# --- A sqlite3 connection in a thread -------------------------------------------------------------
+# --- connections in threads -----------------------------------------------------------------------
 #
-# A sqlite3 connection in a thread, because sqlite3 blocks the calling thread (decision 7).
+# Each sqlite3 connection runs in its own thread, because sqlite3 blocks the calling thread (decision 7).
 #
-# The thread runs jobs in the order of arrival, and each job to the end, even if the waiting task was cancelled. So a
-# ROLLBACK after a cancelled statement finds the connection as the statement has left it.
+# The thread runs jobs in order, each to completion, even if the waiting task was cancelled. So a ROLLBACK after a
+# cancelled statement runs after that statement has finished.
 
 
 T = TypeVar("T")
 
 Receiver = Callable[[Any, BaseException | None], object]
-"""The receiver of a result or error."""
+"""A callback for a result or an error."""
 
 
 class SqliteThread(Protocol):
-    """A thread with a sqlite3 connection, which runs jobs in the order of arrival."""
+    """A thread with a sqlite3 connection, which runs jobs in order."""
 
     def put(self, work: Work[Any] | None, answer: Receiver, /) -> object:
-        """Queue ``work`` with the connection. ``None`` closes the connection, and is the last job."""
+        """Queue ``work``. ``None`` closes the connection, and is the last job."""
         ...
 
     def run_blocking(self, work: Work[T], /) -> T:
-        """Queue ``work``, and block the calling thread until the end of the work."""
+        """Queue ``work``, and block the calling thread until it has finished."""
         ...
 
 
 class ThreadConnection:
-    """A sqlite3 connection in a thread. The first job opens the connection, and so does a job after :meth:`close`."""
+    """A sqlite3 connection in a thread, opened by the first job, and again by the first job after :meth:`close`."""
 
     def __init__(self, connect: Callable[[], sqlite3.Connection]) -> None:
         self._connect = connect
         self._thread: SqliteThread | None = None
-        self.is_left = False
-        """True if a new event loop has taken the connection over."""
-        self._when_forgotten: weakref.finalize[..., ThreadConnection]
+        self.is_replaced = False
+        """True if a new event loop has taken over the connection."""
+        self._finalizer: weakref.finalize[..., ThreadConnection]
 
     def submit(self, work: Work[T]) -> asyncio.Future[T]:
-        """Queue ``work`` behind all earlier jobs of the thread; the future gets the result or the error.
+        """Queue ``work`` after all earlier jobs, and return a future for its result or error.
 
         Example: ``rows = await connection.submit(lambda sqlite: sqlite.execute("SELECT 1").fetchall())``
         """
@@ -134,40 +134,40 @@ class ThreadConnection:
         return ended
 
     def run_blocking(self, work: Work[T]) -> T:
-        """Run ``work`` in the thread, and block the event loop until the end of the work."""
+        """Run ``work`` in the thread, and block the event loop until it has finished."""
         return self._running().run_blocking(work)
 
     async def close(self) -> None:
         """Close the connection after all earlier jobs."""
-        if (thread := self._leave()) is not None:
+        if (thread := self._detach()) is not None:
             loop = asyncio.get_running_loop()
             closed: asyncio.Future[None] = loop.create_future()
             thread.put(None, partial(_answer, loop, closed))
             await closed
 
     def drop(self) -> None:
-        """Close the connection after all earlier jobs, and do not wait for the end."""
-        if (thread := self._leave()) is not None:
+        """Close the connection after all earlier jobs, without waiting."""
+        if (thread := self._detach()) is not None:
             thread.put(None, _ignore)
 
     def successor(self) -> ThreadConnection:
-        """The same connection for the next event loop, with the open transaction of the former loop rolled back.
+        """Return the same connection for the next event loop, with any open transaction rolled back.
 
-        This object refuses all further work, because tasks of a closed event loop may still end.
+        This object rejects further work, because tasks of the closed event loop may still be finishing.
         """
-        self.is_left = True
+        self.is_replaced = True
         successor = ThreadConnection(self._connect)
         if self._thread is not None:
-            thread = self._leave()
+            thread = self._detach()
             assert thread is not None
             successor._take_over(thread)
             thread.put(roll_back, _ignore)
         return successor
 
     def _running(self) -> SqliteThread:
-        if self.is_left:
+        if self.is_replaced:
             raise TransactionError(
-                "this transaction is over: its outbox was closed, or the event loop that it began in"
+                "this transaction has ended: its outbox or the event loop in which it began was closed"
             )
         return self._start() if self._thread is None else self._thread
 
@@ -178,13 +178,13 @@ class ThreadConnection:
 
     def _take_over(self, thread: SqliteThread) -> None:
         self._thread = thread
-        self._when_forgotten = weakref.finalize(self, thread.put, None, _ignore)
-        self._when_forgotten.atexit = False
+        self._finalizer = weakref.finalize(self, thread.put, None, _ignore)
+        self._finalizer.atexit = False
 
-    def _leave(self) -> SqliteThread | None:
+    def _detach(self) -> SqliteThread | None:
         thread, self._thread = self._thread, None
         if thread is not None:
-            self._when_forgotten.detach()
+            self._finalizer.detach()
         return thread
 
 
@@ -196,7 +196,7 @@ class RealThread:
 
     def __init__(self, connect: Callable[[], sqlite3.Connection]) -> None:
         self._jobs: _Jobs = SimpleQueue()
-        # The thread refers only to the queue, so the objects of its owner can be freed.
+        # The thread only refers to the queue, so its owner can be garbage-collected.
         threading.Thread(target=_serve, args=(connect, self._jobs), name="outboxio sqlite", daemon=True).start()
 
     def put(self, work: Work[Any] | None, answer: Receiver, /) -> None:
@@ -209,7 +209,7 @@ class RealThread:
 
 
 def _serve(connect: Callable[[], sqlite3.Connection], jobs: _Jobs) -> None:
-    """The thread: run all jobs, up to the job that closes the connection."""
+    """Run jobs in the thread, until the job that closes the connection."""
     connection: sqlite3.Connection | None = None
     while True:
         work, answer = jobs.get()
@@ -222,18 +222,18 @@ def _serve(connect: Callable[[], sqlite3.Connection], jobs: _Jobs) -> None:
                 result = work(connection)
             elif connection is not None:
                 connection.close()
-        except BaseException as error:  # every error belongs to the waiting task
+        except BaseException as error:  # raised in the waiting task
             failure = error
         answer(result, failure)
         if work is None:
             return
         if connection is not None and _is_closed(connection):
             connection = None
-        del work, answer, result, failure  # a waiting thread must keep no objects of a job alive
+        del work, answer, result, failure  # an idle thread must not keep the objects of a job alive
 
 
 def _is_closed(connection: sqlite3.Connection) -> bool:
-    """True if the application has closed the connection, which is its ``tx.connection``."""
+    """True if your application has closed the connection, which is available as ``tx.connection``."""
     try:
         connection.total_changes  # noqa: B018  # raises on a closed connection
     except sqlite3.ProgrammingError:
@@ -256,7 +256,7 @@ def _settle(future: asyncio.Future[Any] | Future[Any], result: Any, error: BaseE
 
 
 def _resolve(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
-    if not future.done():  # a cancelled task has cancelled the future
+    if not future.done():  # the future is cancelled together with its task
         _settle(future, result, error)
 
 

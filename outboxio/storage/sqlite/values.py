@@ -1,4 +1,4 @@
-"""How values are written in SQLite, which has text, numbers and bytes, and no more."""
+"""Conversion of values for SQLite, which only has text, numbers and bytes."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ import msgspec
 from outboxio.storage.sqlite.connection import Parameters
 from outboxio.support.clock import naive_utc
 
-# Quoted texts and comments, in which a character is no placeholder, then the placeholders.
+# Quoted texts and comments, which cannot contain placeholders, and then the placeholders.
 _PLACEHOLDER = re.compile(
     r"""'[^']*'|"[^"]*"|`[^`]*`|\[[^\]]*\]|--[^\n]*|/\*.*?\*/|(?P<positional>\?)|\$(?P<number>\d+)\b""", re.DOTALL
 )
 
 
-def as_text(moment: datetime) -> str:
-    """A naive moment, always with six decimals, so that texts sort as the moments do."""
-    return moment.isoformat(" ", "microseconds")
+def as_text(at: datetime) -> str:
+    """Format a naive datetime, always with six decimals, so that the texts sort chronologically."""
+    return at.isoformat(" ", "microseconds")
 
 
 def as_json(values: Iterable[Any]) -> str:
-    """A list as a JSON text, for ``json_each``."""
+    """Encode a list as JSON text, for ``json_each``."""
     return msgspec.json.encode(list(values)).decode()
 
 
 def as_parameters(sql: str, arguments: Sequence[Any]) -> Parameters:
-    """The arguments of the application as parameters for sqlite3.
+    """Convert the arguments of a user-supplied statement to parameters for sqlite3.
 
-    ``?`` takes arguments by position. ``$1`` is a name for SQLite, so arguments get the names 1, 2, ... if the first
+    ``?`` takes arguments by position. ``$1`` is a name for SQLite, so arguments are named 1, 2, ... if the first
     placeholder of the statement, outside of quotes and comments, is ``$`` with a number.
     """
     values = [as_value(argument) for argument in arguments]
@@ -45,13 +45,13 @@ def as_parameters(sql: str, arguments: Sequence[Any]) -> Parameters:
         return values
     if highest != len(values):
         raise sqlite3.ProgrammingError(
-            f"the statement has placeholders up to ${highest}, and there are {len(values)} arguments"
+            f"the statement has placeholders up to ${highest}, but there are {len(values)} arguments"
         )
     return {str(number): value for number, value in enumerate(values, 1)}
 
 
 def as_value(value: Any) -> Any:
-    """A value of the application as a type that SQLite stores; sqlite3 refuses values of unknown types."""
+    """Convert a user-supplied value to a type that SQLite stores; sqlite3 rejects values of unknown types."""
     match value:
         case UUID() | Decimal():
             return str(value)
@@ -69,7 +69,7 @@ def as_value(value: Any) -> Any:
 
 @lru_cache(maxsize=512)
 def _highest_number(sql: str) -> int:
-    """The highest n of all ``$n`` in the statement; 0 if the first placeholder is ``?``."""
+    """Return the highest n of all ``$n`` in the statement; 0 if the first placeholder is ``?``."""
     found = [match for match in _PLACEHOLDER.finditer(sql) if match["positional"] or match["number"]]
     if not found or found[0]["positional"]:
         return 0

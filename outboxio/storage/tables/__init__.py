@@ -15,14 +15,14 @@ from outboxio.storage.tables.probes import Probes
 from outboxio.storage.tables.rates import Rates
 from outboxio.storage.tables.reports import Reports
 from outboxio.storage.tables.retention import Retention
+from outboxio.storage.tables.scans import Bounds
 from outboxio.storage.tables.search import NotificationSearch
 from outboxio.storage.tables.starts import Starts
 from outboxio.storage.tables.subscriptions import Subscriptions
-from outboxio.storage.tables.walks import Bounds
 
 
 class Tables:
-    """The tables of a shard, for the class of each database."""
+    """The tables of a shard, mixed into the database class of each dialect."""
 
     def __init__(
         self, shard: str, bounds: Bounds, admin: Port, find: Port, settle: Port, jobs: Port, *, partitions: bool = True

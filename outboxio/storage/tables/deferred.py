@@ -1,4 +1,4 @@
-"""The deferred rows of ``event_notifications``, which wait for newer code (``runs/resting.py``)."""
+"""The deferred rows of ``event_notifications``, which wait for newer code (``runs/deferral.py``)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from outboxio.storage.statement import Port, Query, Statement
 
 # --- statements ------------------------------------------------------------------------------------
 
-# Deferred rows are the last rows of each partition in the index of due rows. On PostgreSQL the partition is in both
-# bounds, as in FIND_DUE.
+# Deferred rows come last within each partition of the index of due rows. On PostgreSQL both bounds include the
+# partition, as in FIND_DUE.
 _SLOT = "n.partition_number = :partition AND n.next_retry_at >= :first"
 _SLOT_OF_POSTGRES = """(n.partition_number, n.next_retry_at) >= (:partition, :first)
   AND (n.partition_number, n.next_retry_at) <= (:partition, 'infinity')"""
@@ -35,7 +35,7 @@ FIND = Query(
     postgres=_FIND.replace(_SLOT, _SLOT_OF_POSTGRES),
     each="handler_name text, partition int, until timestamp, before timestamp",
 )
-# No plan can use an index of rows in other states.
+# Written so that no plan can use an index over rows in other states.
 WAKE = Statement("""
 UPDATE {table event_notifications primary} SET next_retry_at = :now, updated_date = :now
 WHERE {ids id :ids} AND state NOT IN ('SUCCEEDED', 'EXPIRED', 'DEAD', 'SKIPPED') AND next_retry_at >= :first
@@ -57,22 +57,22 @@ COUNT = Query(
 
 
 class Deferred:
-    """Reads the deferred rows of a shard, and makes them due."""
+    """Reads the deferred rows of a shard and makes them due."""
 
     def __init__(self, port: Port) -> None:
         self._port = port
 
     async def wake(self, namespace: str, slots: Sequence[DeferredQuery], now: datetime, limit: int) -> int:
-        """Make deferred rows due, up to ``limit`` rows of each slot, lowest version first; the number of rows."""
+        """Make up to ``limit`` deferred rows of each slot due, lowest version first; return the number of rows."""
         ids = await self._port.fetch_each(
             FIND, [*map(asdict, slots)], namespace=namespace, first=FIRST_DEFERRED, limit=limit
         )
         return await self._port.execute(WAKE, ids=sorted(ids), now=now, first=FIRST_DEFERRED) if ids else 0
 
     async def count(self, namespace: str, slots: Sequence[Slot], most: int) -> list[DeferredFigures]:
-        """The deferred rows by handler name, event type and version, up to ``most`` rows of each slot.
+        """Count the deferred rows by handler name, event type and version, up to ``most`` rows of each slot.
 
-        The partitions of a handler are counted separately.
+        Each partition of a handler is counted separately.
         """
         each = [slot._asdict() for slot in slots]
         rows = await self._port.fetch_each(COUNT, each, namespace=namespace, first=FIRST_DEFERRED, most=most)

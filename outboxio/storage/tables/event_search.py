@@ -11,26 +11,26 @@ from msgspec.structs import replace
 
 from outboxio.model.notification import DOCUMENTS, NotificationRecord
 from outboxio.model.operating.groups import Search
-from outboxio.storage.protocols.operating import ActionPlace, EventSummary, Found, FoundAction
+from outboxio.storage.protocols.operating import ActionPageCursor, EventSummary, Found, FoundAction
 from outboxio.storage.statement import Port, Query
 from outboxio.storage.tables.notifications import StoredNotifications
 from outboxio.storage.tables.reads import matching_events
+from outboxio.storage.tables.scanner import EVENTS_AT_ONCE, MAX_EVENTS
+from outboxio.storage.tables.scans import MAX_ROWS, MIN_ROWS, SKIPPED_AT_ONCE, shown_id
 from outboxio.storage.tables.search import NotificationSearch
-from outboxio.storage.tables.walker import EVENTS_AT_ONCE, MOST_EVENTS
-from outboxio.storage.tables.walks import FEWEST_ROWS, FOREIGN_AT_ONCE, MOST_ROWS, shown_id
 
 _LAST_ID = UUID(int=2**128 - 1)
 _NULL = msgspec.Raw(b"null")
 
 
 def summary_of(row: Mapping[str, Any]) -> EventSummary:
-    """The event of a row with documents in JSON text."""
+    """Return the event of a row whose documents are JSON text."""
     event = msgspec.convert({**row, **dict.fromkeys(DOCUMENTS), "action_params": _NULL}, EventSummary, strict=False)
     return replace(event, **{column: _raw(row[column]) for column in DOCUMENTS if row[column] is not None})
 
 
 def _raw(text: str) -> msgspec.Raw:
-    """A document as it is; malformed text as a JSON string, because an operator needs to see the text."""
+    """Return a document unchanged, and malformed text as a JSON string, because operators need to see it."""
     try:
         return msgspec.json.decode(text, type=msgspec.Raw).copy()
     except (msgspec.DecodeError, RecursionError):
@@ -39,8 +39,9 @@ def _raw(text: str) -> msgspec.Raw:
 
 # --- statements ------------------------------------------------------------------------------------
 
-# Along the ids, which are in the order of time. The index has every namespace: the number of events of the namespace
-# that were read, the last of them, the matches, the number of events of other namespaces, and the last event of any.
+# Reads along the ids, which are in time order. The index holds all namespaces. Columns: how many events of the
+# namespace were read, the last of them, the matches, how many events of other namespaces were read, and the last event
+# of any.
 READ = Query(
     """
 SELECT count(CASE WHEN n.is_own THEN 1 END), {last n.id id if n.is_own by n.id DESC},
@@ -93,10 +94,10 @@ NOTIFICATION_IDS = Query(f"SELECT n.id {_OF_EVENTS} ORDER BY n.event_id, n.handl
 
 
 class EventSearch:
-    """Events, the effects of events, the notifications of events, and the actions that emitted the events.
+    """Finds events, their effects, their notifications, and the actions that emitted them.
 
-    Every read is bounded. ``documents=False``: payload, parameters and headers are neither read nor returned, because
-    each document may have many megabytes.
+    Every read is bounded. With ``documents=False``, payload, parameters and headers are neither read nor returned:
+    each of them may have many megabytes.
     """
 
     def __init__(self, port: Port, search: NotificationSearch, notifications: StoredNotifications) -> None:
@@ -105,7 +106,7 @@ class EventSearch:
         self._notifications = notifications
 
     async def notifications_of(self, namespace: str, events: Sequence[UUID], limit: int) -> list[NotificationRecord]:
-        """Up to ``limit`` notifications of the events, by event id and handler name; always without documents."""
+        """Return up to ``limit`` notifications of the events, by event id and handler name, without documents."""
         if not events:
             return []
         ids = await self._port.fetch(NOTIFICATION_IDS, namespace=namespace, ids=list(events), limit=limit)
@@ -113,22 +114,22 @@ class EventSearch:
         return sorted(rows, key=lambda row: (row.event_id, row.handler_name))
 
     async def states_of(self, namespace: str, events: Sequence[UUID]) -> dict[UUID, dict[str, int]]:
-        """How many notifications of each event each state has. An event without notifications is left out."""
+        """Count the notifications of each event by state. Events without notifications are left out."""
         found: dict[UUID, dict[str, int]] = {}
         rows = await self._port.fetch(STATES, namespace=namespace, ids=list(events)) if events else []
-        for event, state, number in rows:
-            found.setdefault(event, {})[state] = number
+        for event, state, count in rows:
+            found.setdefault(event, {})[state] = count
         return found
 
     async def events(self, namespace: str, ids: Sequence[UUID], *, documents: bool = True) -> list[EventSummary]:
-        """The events with the ids, in the order of the sequence."""
+        """Return the events with these ids, by sequence."""
         rows = await self._summaries(namespace, ids, documents=documents)
         return sorted(rows, key=lambda event: event.sequence)
 
     async def caused_by(
         self, namespace: str, causes: Sequence[UUID], limit: int, *, documents: bool = True
     ) -> list[EventSummary]:
-        """Up to ``limit`` of the events that the given events have caused, in the order of the sequence."""
+        """Return up to ``limit`` events that the ``causes`` have caused, by sequence."""
         each = [{"cause": cause} for cause in causes]
         rows = await self._port.fetch_each(CAUSED, each, namespace=namespace, limit=limit)
         return await self.events(namespace, [id for _, id in sorted(rows)[:limit]], documents=documents)
@@ -143,9 +144,9 @@ class EventSearch:
         most: int = 10_000,
         documents: bool = True,
     ) -> Found[EventSummary, UUID]:
-        """Events, newest first, with an id below ``after``. ``most`` as in :meth:`NotificationSearch.find`.
+        """Return events with an id below ``after``, newest first. ``most``: see :meth:`NotificationSearch.find`.
 
-        States, handler names and errors do not count. ``since`` and ``until`` compare with ``event_date``.
+        States, handler names and errors are ignored. ``since`` and ``until`` are compared with ``event_date``.
         """
         find = self._newest if search.correlation_id is None and search.action_id is None else self._newest_of_few
         ids, reached = await find(namespace, search, limit, after or _LAST_ID, most)
@@ -153,20 +154,20 @@ class EventSearch:
         return Found([by_id[id] for id in ids if id in by_id], reached)
 
     async def newest_actions(
-        self, namespace: str, search: Search, limit: int, after: ActionPlace | None = None, *, most: int = 10_000
-    ) -> Found[FoundAction, ActionPlace]:
-        """The actions with a matching event, by the newest matching event, newest first. Each action is in one page."""
-        return await _ActionWalk(self, namespace, search, after).find(limit, most)
+        self, namespace: str, search: Search, limit: int, after: ActionPageCursor | None = None, *, most: int = 10_000
+    ) -> Found[FoundAction, ActionPageCursor]:
+        """Return actions by their newest matching event, newest first. Each action is on exactly one page."""
+        return await _ActionScan(self, namespace, search, after).find(limit, most)
 
     async def matching(self, namespace: str, search: Search, ids: Sequence[UUID]) -> list[UUID]:
-        """The events among ``ids`` that match, newest first."""
+        """Return the events among ``ids`` that match, newest first."""
         matches, values = matching_events(search)
         query = MATCHING.having(matches=matches)
         found = await self._port.fetch(query, namespace=namespace, ids=list(ids), **values) if ids else []
         return sorted(found, reverse=True)
 
     async def of_actions(self, namespace: str, actions: Iterable[UUID], limit: int) -> list[EventSummary]:
-        """Up to ``limit`` events of each action without documents, in the order of the sequence."""
+        """Return up to ``limit`` events of each action, by sequence, without documents."""
         each = [{"action": action} for action in actions]
         ids = await self._port.fetch_each(OF_ACTION, each, namespace=namespace, limit=limit)
         return await self.events(namespace, ids, documents=False)
@@ -178,29 +179,29 @@ class EventSearch:
     async def _newest(
         self, namespace: str, search: Search, limit: int, before: UUID, most: int
     ) -> tuple[list[UUID], UUID | None]:
-        """The ids of matching events, and the id after which to continue."""
+        """Return the ids of matching events, and the id after which to continue."""
         matches, values = matching_events(search)
         query = READ.having(matches=matches)
         found: list[UUID] = []
         is_narrow = search != Search()
-        size = min(max(limit + 1, FEWEST_ROWS if is_narrow else 0), MOST_ROWS)
+        size = min(max(limit + 1, MIN_ROWS if is_narrow else 0), MAX_ROWS)
         start = own = before
-        foreign = 0
+        skipped = 0
         while True:
-            size = min(size, max(most, 1, min(foreign, FOREIGN_AT_ONCE)))
+            size = min(size, max(most, 1, min(skipped, SKIPPED_AT_ONCE)))
             scope = {"namespace": namespace, "before": before, "size": size, **values}
-            [(read, last, matching, passed, reached)] = await self._port.fetch(query, **scope)
-            wanted = limit - len(found)
-            found += (matching or ())[:wanted]
-            is_at_end = read + passed < size or reached is None
-            if len(matching or ()) > wanted or (len(found) == limit and not is_at_end):
+            [(read, last, matching, others, reached)] = await self._port.fetch(query, **scope)
+            missing = limit - len(found)
+            found += (matching or ())[:missing]
+            is_at_end = read + others < size or reached is None
+            if len(matching or ()) > missing or (len(found) == limit and not is_at_end):
                 return found, found[-1]
             if is_at_end or reached is None:
                 return found, None
-            before, own, most, foreign = reached, last or own, most - read, foreign + passed
-            size = min(2 * size, max(MOST_ROWS, min(foreign, FOREIGN_AT_ONCE)))
-            if most <= 0 or foreign >= self._search.bounds.foreign:
-                # The answer must not contain the id of an event of another namespace.
+            before, own, most, skipped = reached, last or own, most - read, skipped + others
+            size = min(2 * size, max(MAX_ROWS, min(skipped, SKIPPED_AT_ONCE)))
+            if most <= 0 or skipped >= self._search.bounds.skipped:
+                # The cursor must not contain the id of an event of another namespace.
                 shown = UUID(shown_id(str(own), str(before)))
                 if shown != start:
                     return found, shown
@@ -208,9 +209,9 @@ class EventSearch:
     async def _newest_of_few(
         self, namespace: str, search: Search, limit: int, before: UUID, most: int
     ) -> tuple[list[UUID], UUID | None]:
-        """The same for the events of a correlation id or of an action, if the events are not too many."""
-        ids = [UUID(id) for id in await self._search.event_ids(namespace, search, MOST_EVENTS + 1)]
-        if len(ids) > MOST_EVENTS:
+        """Like :meth:`_newest`, but for the events of a correlation id or an action, unless there are too many."""
+        ids = [UUID(id) for id in await self._search.event_ids(namespace, search, MAX_EVENTS + 1)]
+        if len(ids) > MAX_EVENTS:
             return await self._newest(namespace, search, limit, before, most)
         ids = sorted((id for id in ids if id < before), reverse=True)
         found: list[UUID] = []
@@ -223,76 +224,76 @@ class EventSearch:
 
 # --- actions ---------------------------------------------------------------------------------------
 
-MOST_OF_ACTION = 20
-"""Events of an action that a list shows."""
-_MOST_LARGE = 20  # large actions that a place remembers
-_AT_ONCE = 200  # events of a read
-_READS = 5  # of a page
+EVENTS_PER_ACTION = 20
+"""The events of an action that a list shows."""
+_MAX_LARGE = 20  # large actions in a page cursor
+_AT_ONCE = 200  # events per read
+_READS = 5  # reads per page
 
 
-class _ActionWalk:
-    """A page of the list of actions: a walk over the events, newest first, in which each action counts once.
+class _ActionScan:
+    """A page of the list of actions: a scan over the events, newest first, in which each action counts once.
 
-    An action stands at its newest matching event. The events of actions that ran at the same time lie between one
-    another. So an action that is met behind the place of the page before was in an earlier page if one of its matching
-    events lies before that place. The place names the actions with so many events that not all are looked at.
+    An action is listed at its newest matching event. The events of concurrent actions are interleaved, so an action
+    that is found after the cursor was already listed on an earlier page if one of its matching events lies before the
+    cursor. Only some events of each action are checked; the cursor names the actions that have more.
     """
 
-    def __init__(self, events: EventSearch, namespace: str, search: Search, after: ActionPlace | None) -> None:
+    def __init__(self, events: EventSearch, namespace: str, search: Search, after: ActionPageCursor | None) -> None:
         self._events = events
         self._namespace = namespace
         self._search = search
         self._after = after
         self._earlier: set[UUID] = set(after.large if after else ())
-        self._met: dict[UUID, Sequence[EventSummary]] = {}
+        self._seen: dict[UUID, Sequence[EventSummary]] = {}
         self._found: dict[UUID, FoundAction] = {}
 
-    async def find(self, limit: int, most: int) -> Found[FoundAction, ActionPlace]:
-        """Up to ``limit`` actions. About ``most`` events are read, matching or not."""
+    async def find(self, limit: int, most: int) -> Found[FoundAction, ActionPageCursor]:
+        """Return up to ``limit`` actions. About ``most`` events are read, matching or not."""
         reached = None if self._after is None else self._after.event
         for _ in range(_READS):
             page = await self._events.newest(
                 self._namespace, self._search, _AT_ONCE, reached, most=max(1, most // _READS), documents=False
             )
-            await self._meet({event.action_id for event in page.rows} - self._met.keys() - self._earlier)
+            await self._read_new({event.action_id for event in page.rows} - self._seen.keys() - self._earlier)
             for event in page.rows:
                 action = event.action_id
-                if action in self._met and action not in self._found:
+                if action in self._seen and action not in self._found:
                     if len(self._found) == limit:
                         return self._page(reached)
-                    events = self._met[action]
-                    is_complete = len(events) <= MOST_OF_ACTION
-                    self._found[action] = FoundAction(action, event.id, events[:MOST_OF_ACTION], is_complete)
+                    events = self._seen[action]
+                    is_complete = len(events) <= EVENTS_PER_ACTION
+                    self._found[action] = FoundAction(action, event.id, events[:EVENTS_PER_ACTION], is_complete)
                 reached = event.id
             reached = page.next
             if reached is None:
                 break
         return self._page(reached)
 
-    async def _meet(self, actions: Collection[UUID]) -> None:
-        """Read the events of actions that are new to this page."""
+    async def _read_new(self, actions: Collection[UUID]) -> None:
+        """Read the events of actions that this page has not seen yet."""
         by_action: dict[UUID, list[EventSummary]] = {}
-        for event in await self._events.of_actions(self._namespace, actions, MOST_OF_ACTION + 1):
+        for event in await self._events.of_actions(self._namespace, actions, EVENTS_PER_ACTION + 1):
             by_action.setdefault(event.action_id, []).append(event)
-        earlier = await self._before_this_page(event.id for events in by_action.values() for event in events)
+        earlier = await self._on_earlier_pages(event.id for events in by_action.values() for event in events)
         for action, events in by_action.items():
             if any(event.id in earlier for event in events):
                 self._earlier.add(action)
             else:
-                self._met[action] = events
+                self._seen[action] = events
 
-    async def _before_this_page(self, ids: Iterable[UUID]) -> set[UUID]:
-        """The matching events among ``ids`` that lie before the place of the page before."""
+    async def _on_earlier_pages(self, ids: Iterable[UUID]) -> set[UUID]:
+        """Return the matching events among ``ids`` that lie before the page cursor."""
         newer = [] if self._after is None else [id for id in ids if id >= self._after.event]
         return set(await self._events.matching(self._namespace, self._search, newer))
 
-    def _page(self, reached: UUID | None) -> Found[FoundAction, ActionPlace]:
+    def _page(self, reached: UUID | None) -> Found[FoundAction, ActionPageCursor]:
         rows = list(self._found.values())
-        return Found(rows, None if reached is None else place_behind(rows, reached, self._after))
+        return Found(rows, None if reached is None else cursor_after(rows, reached, self._after))
 
 
-def place_behind(rows: Iterable[FoundAction], event: UUID, after: ActionPlace | None) -> ActionPlace:
-    """The place behind ``rows``, at this event. ``after``: the place of the page before."""
+def cursor_after(rows: Iterable[FoundAction], event: UUID, after: ActionPageCursor | None) -> ActionPageCursor:
+    """Return the cursor after ``rows``, at this event. ``after``: the cursor of the page before."""
     carried = () if after is None else after.large
     large = (*carried, *(row.action_id for row in rows if not row.is_complete))
-    return ActionPlace(event, large[-_MOST_LARGE:])
+    return ActionPageCursor(event, large[-_MAX_LARGE:])

@@ -1,4 +1,4 @@
-"""The table ``events``, for operators and for new handlers. Fan-out is written for each dialect."""
+"""The table ``events``, for operators and new handlers. Each dialect has its own statements for fan-out."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ WAITING_BY_TOPIC = Query(
     each="key text",
 )
 
-# Sorted here: MySQL may lack the memory to sort large documents.
+# Sorted in Python: MySQL may lack the memory to sort large documents.
 PAYLOADS = Query(
     """
 SELECT e.sequence, {text e.payload} FROM eventlog.events e
@@ -50,8 +50,8 @@ WHERE e.namespace = :namespace AND {among e.event_type :types}
 )
 
 # History can be long, and SQLite has a single writer. So events are found without the write lock, and notifications are
-# written in pieces. An event that the handler has had, also under an alias, gets no second notification. The events of
-# a bootstrap are for the handler of the bootstrap only.
+# written in chunks. An event that the handler has already received, under any name, gets no second notification. Events
+# of a bootstrap are only for the handler of the bootstrap.
 HISTORY = Query(
     """
 SELECT e.id, e.sequence FROM {table events events_sequence e}
@@ -83,48 +83,48 @@ WHERE TRUE {{keep event_notifications: event_id, handler_name}}
 
 # --- the table -------------------------------------------------------------------------------------
 
-PIECE = 1000  # events that a statement of a backfill reads or writes
+CHUNK = 1000  # events that a statement of a backfill reads or writes
 
 
 class StoredEvents:
-    """The events of a shard, for operators and for new handlers."""
+    """The events of a shard, for operators and new handlers."""
 
     def __init__(self, port: Port, subscriptions: Subscriptions) -> None:
         self._port = port
         self._subscriptions = subscriptions
 
     async def count_undelivered(self, namespace: str) -> int:
-        """The number of events that no fan-out has taken yet."""
+        """Count the events that fan-out has not delivered yet."""
         return (await self._port.fetch(COUNT_UNDELIVERED, namespace=namespace))[0]
 
     async def count_waiting(self, namespace: str, keys: Sequence[str], most: int, *, are_topics: bool) -> Waiting:
-        """The undelivered events of these types, or on these topics, counted up to ``most`` for each key."""
+        """Count the undelivered events of these types or topics, up to ``most`` for each key."""
         query = WAITING_BY_TOPIC if are_topics else WAITING_BY_TYPE
         found = await self._port.fetch_each(query, [{"key": key} for key in keys], namespace=namespace, most=most)
         dates = [one.oldest for one in found if one.oldest is not None]
         return Waiting(sum(one.number for one in found), min(dates, default=None))
 
     async def payloads(self, namespace: str, types: Sequence[str]) -> list[str]:
-        """The payloads of events of these types, in order of the sequence."""
+        """Return the payloads of events of these types, by sequence."""
         rows = await self._port.fetch(PAYLOADS, namespace=namespace, types=list(types)) if types else []
         return [payload for _, payload in sorted(rows)]
 
     async def backfill(
         self, namespace: str, handler_name: str, types: Sequence[str], since: datetime, now: datetime
     ) -> int:
-        """Write notifications of delivered events for a handler; the number of notifications.
+        """Write notifications of delivered events for a handler; return the number of notifications.
 
-        ``types``: only these event types; empty for all types. The notifications are written in pieces, each in a
+        ``types``: only these event types; empty for all types. The notifications are written in chunks, each in a
         separate transaction.
         """
         scope = {"namespace": namespace, "handler_name": handler_name}
         names = sorted(await self._subscriptions.names_of(namespace, handler_name))
-        wanted = {"names": names, "types": list(types), "every_type": not types, "since": since}
+        conditions = {"names": names, "types": list(types), "every_type": not types, "since": since}
         made, after = 0, -(2**63)
-        while True:  # an empty piece is written, too: a user without the right to write is told so
-            piece = await self._port.fetch(HISTORY, **scope, **wanted, after=after, limit=PIECE)
-            owed = msgspec.json.encode([{"event_id": str(event_id), "id": str(uuid7())} for event_id, _ in piece])
+        while True:  # an empty chunk is written too, so that a missing right to write is always reported
+            chunk = await self._port.fetch(HISTORY, **scope, **conditions, after=after, limit=CHUNK)
+            owed = msgspec.json.encode([{"event_id": str(event_id), "id": str(uuid7())} for event_id, _ in chunk])
             made += await self._port.execute(BACKFILL, **scope, owed=msgspec.Raw(owed), now=now)
-            if len(piece) < PIECE:
+            if len(chunk) < CHUNK:
                 return made
-            after = piece[-1][1]
+            after = chunk[-1][1]

@@ -1,6 +1,6 @@
 """The table ``jobs``.
 
-All jobs of a namespace cost an idle process one read of an index per second.
+While no job is due, a process reads one index per second for all jobs of a namespace.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ _SELECT = f"SELECT {_COLUMNS} FROM eventlog.jobs WHERE namespace = :namespace"
 
 ALL = Query(f"{_SELECT} ORDER BY job_name", JobRow)
 
-# An error may be long, and is read where a person reads the error.
+# Errors may be long, so they are read only to be displayed.
 WITHOUT_ERRORS = Query(f"{_SELECT.replace(' error,', ' NULL,')} ORDER BY job_name", JobRow)
 
-# The rows in which the rules of the verdict may find a fault.
+# The rows for which the health rules may report a finding.
 FAULTY = Query(
     f"{_SELECT} AND (due_date <= :now OR result <> 'SUCCEEDED' OR paused_date IS NOT NULL) ORDER BY job_name", JobRow
 )
 
 DUE = Query(f"{_SELECT} AND due_date <= :until ORDER BY due_date", JobRow)
 
-# The row of a job that a different process has inserted meanwhile stays.
+# A row that another process has inserted in the meantime is kept.
 INSERT = Statement("""
 INSERT INTO eventlog.jobs (namespace, job_name, schedule, state, next_date, due_date, term, attempts, lease, lease_term,
   instance, succeeded, failed, missed)
@@ -49,7 +49,7 @@ UPDATE eventlog.jobs SET schedule = :schedule, next_date = :next_date, due_date 
 {_OF_TERM} AND state = 'WAITING'
 """)
 
-# The lease refuses a process whose lock was taken over. The term refuses a second claim of the same scheduled time.
+# The lease rejects a process whose lock was taken over. The term rejects a second claim of the same scheduled time.
 CLAIM = Statement(f"""
 UPDATE eventlog.jobs SET state = 'RUNNING', term = term + 1, moment_date = :moment_date, attempts = :attempts,
   next_date = :next_date, due_date = :due_date, lease = {{text :lease}}, lease_term = :lease_term,
@@ -58,12 +58,13 @@ UPDATE eventlog.jobs SET state = 'RUNNING', term = term + 1, moment_date = :mome
   AND EXISTS (SELECT 1 FROM eventlog.leases l WHERE l.name = {{text :lease}} AND l.term = :lease_term)
 """)
 
-PASS_OVER = Statement(f"""
+SKIP_MISSED = Statement(f"""
 UPDATE eventlog.jobs SET next_date = :next_date, due_date = :due_date, missed = missed + :missed
 {_OF_TERM} AND state = 'WAITING'
 """)
 
-# An order to run the job that came during the run is due at once. A run that did not start gives its attempt back.
+# A request to run the job that arrived during the run is due at once. A run that did not start does not count as an
+# attempt.
 END = Statement(f"""
 UPDATE eventlog.jobs SET state = :state, due_date = COALESCE(ordered_date, :due_date), finished_date = :now,
   result = :result, error = :error, succeeded = succeeded + :succeeded, failed = failed + :failed,
@@ -74,13 +75,13 @@ UPDATE eventlog.jobs SET state = :state, due_date = COALESCE(ordered_date, :due_
 PAUSE = Statement(f"UPDATE eventlog.jobs SET paused_date = :now {_BY_NAME} AND paused_date IS NULL")
 UNPAUSE = Statement(f"UPDATE eventlog.jobs SET paused_date = NULL {_BY_NAME} AND paused_date IS NOT NULL")
 
-# The due date of a run under way stays: the date says when the run must have ended. END then makes the order due.
-ORDER = Statement(f"""
+# The due date of a job that is running is kept, because it is the deadline of the run. END then makes the job due.
+RUN_NOW = Statement(f"""
 UPDATE eventlog.jobs SET ordered_date = :now, due_date = CASE WHEN state = 'RUNNING' THEN due_date ELSE :now END
 {_BY_NAME}
 """)
 
-# A run that goes on keeps the row. A run that must have ended long ago has no process, or does not end.
+# The row of a running job is kept, unless the run has passed its deadline: then its process has died or the run hangs.
 REMOVE = Statement(f"DELETE FROM eventlog.jobs {_BY_NAME} AND (state <> 'RUNNING' OR due_date <= :now)")
 
 # --- the table -------------------------------------------------------------------------------------
@@ -90,34 +91,34 @@ class Jobs:
     """Reads and writes the jobs of a shard."""
 
     def __init__(self, admin: Port, own: Port) -> None:
-        """``own``: the port of the scheduler, which waits for no statement of an operator."""
+        """``own``: the port of the scheduler, which never waits for statements of operators."""
         self._admin = admin
         self._own = own
 
     async def all(self, namespace: str, *, errors: bool = True) -> list[JobRow]:
-        """All jobs, by name. ``errors=False`` leaves the errors out."""
+        """Return all jobs, by name. ``errors=False`` leaves the errors out."""
         return await self._admin.fetch(ALL if errors else WITHOUT_ERRORS, namespace=namespace)
 
     async def faulty(self, namespace: str, now: datetime) -> list[JobRow]:
-        """The jobs that are due, whose last run did not succeed, or that are paused, by name."""
+        """Return the jobs that are due, paused, or whose last run did not succeed, by name."""
         return await self._admin.fetch(FAULTY, namespace=namespace, now=now)
 
     async def due(self, namespace: str, until: datetime) -> list[JobRow]:
-        """The jobs that are due at ``until``, the first first."""
+        """Return the jobs that are due at ``until``, earliest first."""
         return await self._own.fetch(DUE, namespace=namespace, until=until)
 
     async def insert(self, namespace: str, jobs: Sequence[JobRow]) -> None:
-        """Insert the rows of new jobs, of which there must be at least one."""
+        """Insert the rows of new jobs. ``jobs`` must not be empty."""
         fields = ("name", "schedule", "next_date", "due_date")
         await self.write(INSERT, namespace=namespace, jobs=[{f: getattr(job, f) for f in fields} for job in jobs])
 
     async def write(self, statement: Statement, **values: Any) -> bool:
-        """Run a statement of this module as a transaction of its own; True if a row has changed.
+        """Run a statement of this module in autocommit mode; return True if a row has changed.
 
-        A process that freezes keeps no row locked, because no message to the server separates UPDATE and COMMIT.
+        UPDATE and COMMIT are one message to the server, so a process that freezes cannot keep a row locked.
         """
         return await self._own.execute(statement, **values) > 0
 
     async def write_in(self, session: Session, statement: Statement, **values: Any) -> bool:
-        """Run a statement of this module in an open transaction; True if a row has changed."""
+        """Run a statement of this module in an open transaction; return True if a row has changed."""
         return await session.execute(*self._own.prepared(statement, values)) > 0

@@ -1,4 +1,4 @@
-"""The table ``event_notifications``, for operators and drains. Find and settle are written for each dialect."""
+"""The table ``event_notifications``, for operators and drains. Dispatch has separate statements in each dialect."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from datetime import datetime
 from typing import Any
 from uuid import UUID
 
-from outboxio.model.lock_name import MOST_PARTITIONS, Slot
-from outboxio.model.notification import BEGINNING, DOCUMENTS, NotificationRecord, State, record_of
+from outboxio.model.lock_name import MAX_PARTITIONS, Slot
+from outboxio.model.notification import DOCUMENTS, FIRST_POSITION, NotificationRecord, State, record_of
 from outboxio.storage.statement import Jumps, Port, Query, Statement, Text
 
 # --- rows that are not finished --------------------------------------------------------------------
 
 _BY_ID = "{table event_notifications primary n}"
 _DUE = "{table event_notifications event_notifications_partition n}"
-_LINE = "{table event_notifications event_notifications_line n}"
+_QUEUE = "{table event_notifications event_notifications_line n}"
 
-# On PostgreSQL the partition is in both bounds, as in FIND_DUE. The index of SQLite has no partitions.
+# On PostgreSQL both bounds include the partition, as in FIND_DUE. The index on SQLite has no partitions.
 ANY_DUE = Query(
     f"SELECT 1 FROM {_DUE} WHERE n.namespace = :namespace AND {{unfinished}} AND n.handler_name = :handler_name"
     " AND {is_due} ORDER BY {order} LIMIT 1",
@@ -53,30 +53,30 @@ COUNT_STATES = Query(
     tuple[str, int],
 )
 
-# Jumps along the index of due rows, and along the index of the key queues, which has the BLOCKED rows. The second index
-# also has rows of the first index: a condition that excludes those rows would have to read each of them.
+# Jumps along the index of due rows, and along the index of key queues for the BLOCKED rows. Some rows are in both
+# indexes, but excluding them would mean reading each of them.
 UNFINISHED_NAMES = Jumps(f"""
 SELECT min(f.name) FROM (
   SELECT (SELECT n.handler_name FROM {_DUE}
     WHERE n.namespace = :namespace AND {{unfinished}} AND n.handler_name > :start
     ORDER BY n.handler_name LIMIT 1) AS name
   UNION ALL
-  SELECT (SELECT n.handler_name FROM {_LINE}
-    WHERE n.namespace = :namespace AND {{in_line}} AND n.handler_name > :start
+  SELECT (SELECT n.handler_name FROM {_QUEUE}
+    WHERE n.namespace = :namespace AND {{in_queue}} AND n.handler_name > :start
     ORDER BY n.handler_name LIMIT 1)) f
 """)
 
 COUNT_UNFINISHED = Query(
     f"""
 SELECT (SELECT count(*) FROM {_DUE} WHERE n.namespace = :namespace AND {{unfinished}} AND n.handler_name = :name)
-  + (SELECT count(*) FROM {_LINE} WHERE n.namespace = :namespace AND {{blocked}} AND n.handler_name = :name)
+  + (SELECT count(*) FROM {_QUEUE} WHERE n.namespace = :namespace AND {{blocked}} AND n.handler_name = :name)
 """,
     int,
     each="name text",
 )
 
-# Found without a lock, because the statement may read the whole backlog of a name. The rows are read in the order of
-# their index: for a different order PostgreSQL would walk the primary key, and so the table.
+# Rows are found without locks, because the statement may read the whole backlog of a name. They are read in index
+# order: for any other order PostgreSQL would scan the primary key and so the whole table.
 FIND_EXPIRED = Query(
     f"""
 SELECT f.id FROM (
@@ -85,7 +85,7 @@ SELECT f.id FROM (
       AND n.state <> 'DYING' AND n.retention_from < :before
     ORDER BY {{order}} LIMIT :limit) due
   UNION ALL
-  SELECT behind.id FROM (SELECT n.id FROM {_LINE}
+  SELECT behind.id FROM (SELECT n.id FROM {_QUEUE}
     WHERE n.namespace = :namespace AND {{blocked}} AND n.handler_name = :name AND n.retention_from < :before
     ORDER BY n.ordering_key, n.sequence LIMIT :limit) behind) f
 LIMIT :limit
@@ -97,13 +97,13 @@ _EXPIRED = "{ids n.id :ids} AND n.state IN ('PENDING', 'FAILED', 'BLOCKED') AND 
 _EXPIRE = f"UPDATE {_BY_ID} SET state = 'EXPIRED', updated_date = :now WHERE"
 EXPIRE = Statement(
     f"{_EXPIRE} {_EXPIRED}",
-    # A transactional handler may have the row locked for long.
+    # A transactional handler may hold a lock on the row for a long time.
     postgres=f"{_EXPIRE} n.id = ANY (ARRAY(SELECT n.id FROM {_BY_ID} WHERE {_EXPIRED} FOR UPDATE SKIP LOCKED))",
 )
 
 # --- rows by id ------------------------------------------------------------------------------------
 
-# Only ids are sorted by the database: MySQL may lack the memory to sort rows with large documents.
+# The database sorts only ids: MySQL may lack the memory to sort rows with large documents.
 SELECT = Query(
     """
 SELECT n.id FROM eventlog.event_notifications n
@@ -113,7 +113,7 @@ ORDER BY n.created_date, n.sequence, n.handler_name LIMIT :limit
 """,
     tuple[Any],
 )
-# An id may belong to a notification or to an event. Each kind has an index; OR would use neither.
+# An id may belong to a notification or an event. Each has an index; with OR neither would be used.
 SELECT_BY_ID = Query(
     f"""
 SELECT n.id FROM {_BY_ID} WHERE n.namespace = :namespace AND {{ids n.id :ids}}
@@ -142,16 +142,16 @@ WITHOUT_DOCUMENTS = _records(
     ["NULL" if field in DOCUMENTS else column for field, column in zip(_FIELDS, _COLUMNS, strict=True)]
 )
 
-# A row that is not BLOCKED or finished keeps its partition: the process that owns the partition may be running the row.
-# MySQL assigns the columns from left to right, so the partition comes before the state.
+# Rows that are neither BLOCKED nor finished keep their partition, because the process that owns it may be running them.
+# MySQL assigns from left to right, so the partition comes before the state.
 RETRY = Statement(f"""
 UPDATE {_BY_ID} SET
   partition_number = CASE WHEN n.state IN ('PENDING', 'FAILED', 'DYING') THEN n.partition_number ELSE {{partition}} END,
-  state = 'PENDING', attempts = 0, next_retry_at = :now, retention_from = :now, updated_date = :moment
+  state = 'PENDING', attempts = 0, next_retry_at = :now, retention_from = :now, updated_date = :changed_at
 WHERE n.namespace = :namespace AND {{ids n.id :ids}}
 """)
 SKIP = Statement(f"""
-UPDATE {_BY_ID} SET state = 'SKIPPED', updated_date = :moment
+UPDATE {_BY_ID} SET state = 'SKIPPED', updated_date = :changed_at
 WHERE n.namespace = :namespace AND {{ids n.id :ids}} AND n.state NOT IN ('SUCCEEDED', 'SKIPPED')
 """)
 
@@ -167,30 +167,30 @@ ORDER BY n.sequence
     tuple[Any],
     each="name text",
 ).having(
-    parked=Text("{table event_notifications event_notifications_parked n}", mysql=_LINE),
+    parked=Text("{table event_notifications event_notifications_parked n}", mysql=_QUEUE),
     ended=Text("n.state IN ('DEAD', 'EXPIRED')", mysql="n.line_part = 3"),
 )
 _FIRST_OF_KEY = f"""
-SELECT n.sequence, n.id FROM {_LINE}
-WHERE n.namespace = :namespace AND {{in_line}} AND n.handler_name = :name AND n.ordering_key = :ordering_key
+SELECT n.sequence, n.id FROM {_QUEUE}
+WHERE n.namespace = :namespace AND {{in_queue}} AND n.handler_name = :name AND n.ordering_key = :ordering_key
 ORDER BY n.ordering_key, n.sequence LIMIT 1
 """
-_ACTIVE, _BLOCKED = (_FIRST_OF_KEY.replace("{in_line}", f"n.line_part = {part}") for part in (1, 2))
+_ACTIVE, _BLOCKED = (_FIRST_OF_KEY.replace("{in_queue}", f"n.line_part = {part}") for part in (1, 2))
 FIRST_OF_KEY = Query(
     _FIRST_OF_KEY,
     tuple[int, Any],
     mysql=f"SELECT f.* FROM (({_ACTIVE}) UNION ALL ({_BLOCKED})) f",
     each="name text",
 )
-# No plan can use an index of the states.
+# Written so that no plan can use an index over states.
 RESUME = Statement(f"""
 UPDATE {_BY_ID} SET state = 'SKIPPED', updated_date = :now
 WHERE {{ids n.id :ids}} AND coalesce(n.state IN ('DEAD', 'EXPIRED'), FALSE)
 """)
 
-# No index has finished rows by date. So PIECE rows are read in each statement, matching or not: on MySQL, whose index
-# of due rows has finished rows too, all finished rows of the names, on other databases all rows of the table. For a
-# single name MariaDB would sort: hence the empty name, which no handler has.
+# No index has finished rows by date. So each statement reads CHUNK rows, matching or not: on MySQL the finished rows of
+# the names, which are in the index of due rows, on other databases all rows of the table. For a single name MariaDB
+# would sort, which the additional empty name prevents.
 _FINISHED = "n.state IN ('SUCCEEDED', 'EXPIRED', 'DEAD', 'SKIPPED') AND {among n.state :states}"
 _LOOK_BACK = f"""
 SELECT CASE WHEN n.namespace = :namespace AND {{among n.handler_name :names}} AND {_FINISHED}
@@ -217,8 +217,8 @@ WHERE {{ids n.id :ids}} AND coalesce({_FINISHED}, FALSE)
 
 # --- the table -------------------------------------------------------------------------------------
 
-PIECE = 1000  # rows that a statement reads or writes
-_FIRST_PLACE = {"id": UUID(int=0), "name": "", "partition": 0, "due": BEGINNING[0], "sequence": BEGINNING[1]}
+CHUNK = 1000  # rows that a statement reads or writes
+_START = {"id": UUID(int=0), "name": "", "partition": 0, "due": FIRST_POSITION[0], "sequence": FIRST_POSITION[1]}
 
 
 class StoredNotifications:
@@ -229,31 +229,31 @@ class StoredNotifications:
         self._shard = shard
 
     async def any_due(self, namespace: str, now: datetime, slots: Sequence[Slot]) -> bool:
-        """True if a row of one of these slots is due."""
+        """Return True if a row of one of these slots is due."""
         return bool(await self._port.fetch_each(ANY_DUE, [s._asdict() for s in slots], namespace=namespace, now=now))
 
     async def count_states(self, namespace: str) -> dict[str, int]:
-        """The number of rows in each state."""
+        """Count the rows in each state."""
         return dict(await self._port.fetch(COUNT_STATES, namespace=namespace))
 
     async def unfinished_names(self, namespace: str) -> list[str]:
-        """The handler names with unfinished rows, BLOCKED rows included. The rows themselves are not read."""
+        """Return the handler names with unfinished rows, including BLOCKED ones, without reading the rows."""
         return await self._port.fetch(UNFINISHED_NAMES, namespace=namespace)
 
     async def count_unfinished(self, namespace: str, names: Sequence[str]) -> int:
-        """The number of unfinished rows of these handler names, BLOCKED rows included."""
+        """Count the unfinished rows of these handler names, including BLOCKED ones."""
         return sum(await self._port.fetch_each(COUNT_UNFINISHED, [{"name": n} for n in names], namespace=namespace))
 
     async def oldest_unfinished(self, namespace: str, name: str) -> datetime | None:
-        """The creation date of the unfinished row that is due first; ``None`` if all unfinished rows are BLOCKED."""
-        partitions = [{"partition": number} for number in range(MOST_PARTITIONS)]
+        """Return the creation date of the unfinished row that is due first; ``None`` if all of them are BLOCKED."""
+        partitions = [{"partition": number} for number in range(MAX_PARTITIONS)]
         first = await self._port.fetch_each(OLDEST_UNFINISHED, partitions, namespace=namespace, name=name)
         return min(first)[2] if first else None
 
     async def expire(self, namespace: str, names: Sequence[str], before: datetime, now: datetime, limit: int) -> int:
-        """End up to ``limit`` unfinished rows whose retention started before ``before``; the number of rows.
+        """Make up to ``limit`` rows EXPIRED whose retention started before ``before``; return the number of rows.
 
-        BLOCKED rows expire as well, DYING rows never.
+        BLOCKED rows expire too, DYING rows never.
         """
         scope = {"namespace": namespace, "before": before, "limit": limit}
         found = await self._port.fetch_each(FIND_EXPIRED, [{"name": name} for name in names], **scope)
@@ -262,40 +262,41 @@ class StoredNotifications:
     async def select(
         self, namespace: str, state: str | None, handler_name: str | None, event_type: str | None, limit: int
     ) -> list[NotificationRecord]:
-        """The oldest notifications with these values, up to ``limit``."""
-        wanted = {"state": state, "handler_name": handler_name, "event_type": event_type, "limit": limit}
-        return await self._sorted(namespace, await self._port.fetch(SELECT, namespace=namespace, **wanted))
+        """Return up to ``limit`` notifications with these values, oldest first."""
+        conditions = {"state": state, "handler_name": handler_name, "event_type": event_type, "limit": limit}
+        return await self._sorted(namespace, await self._port.fetch(SELECT, namespace=namespace, **conditions))
 
     async def select_by_id(self, namespace: str, ids: Sequence[UUID]) -> list[NotificationRecord]:
-        """The notifications with these ids, and the notifications of the events with these ids."""
+        """Return the notifications with these ids or of events with these ids."""
         found = await self._port.fetch(SELECT_BY_ID, namespace=namespace, ids=list(ids)) if ids else []
         return await self._sorted(namespace, found)
 
     async def records(self, namespace: str, ids: Sequence[Any], *, documents: bool = True) -> list[NotificationRecord]:
-        """The notifications with these ids, in any order. ``documents``: see :class:`EventSearch`."""
+        """Return the notifications with these ids, in any order. ``documents``: see :class:`EventSearch`."""
         query = RECORDS if documents else WITHOUT_DOCUMENTS
         return await self._port.fetch(query, namespace=namespace, ids=list(ids), shard=self._shard) if ids else []
 
     async def retry(self, namespace: str, ids: Sequence[UUID], now: datetime) -> int:
-        """Make rows due, BLOCKED and finished rows in the partition that the row belongs to now; the number of rows.
+        """Make rows due; return the number of rows.
 
-        A row in PENDING, FAILED or DYING keeps its partition: the process that owns the partition may run the row.
+        BLOCKED and finished rows are rehashed into their current partition. PENDING, FAILED and DYING rows keep their
+        partition, because the process that owns it may be running them.
         """
-        values = {"namespace": namespace, "ids": sorted(ids), "now": now, "moment": now}
+        values = {"namespace": namespace, "ids": sorted(ids), "now": now, "changed_at": now}
         return await self._port.execute(RETRY, **values) if ids else 0
 
     async def skip(self, namespace: str, ids: Sequence[UUID], now: datetime) -> int:
-        """Make rows SKIPPED, unless they have succeeded; the number of rows."""
-        return await self._port.execute(SKIP, namespace=namespace, ids=sorted(ids), moment=now) if ids else 0
+        """Make rows SKIPPED, unless they have succeeded; return the number of rows."""
+        return await self._port.execute(SKIP, namespace=namespace, ids=sorted(ids), changed_at=now) if ids else 0
 
     async def resume(self, namespace: str, names: Sequence[str], ordering_key: str, now: datetime) -> int:
-        """Skip the DEAD and EXPIRED rows that park an ordering key; the number of rows."""
+        """Skip the DEAD and EXPIRED rows that park an ordering key; return the number of rows."""
         each, key = [{"name": name} for name in names], {"namespace": namespace, "ordering_key": ordering_key}
         return await self._change(RESUME, await self._port.fetch_each(FIND_PARKING, each, **key), now=now)
 
     async def first_of_key(self, namespace: str, names: Sequence[str], ordering_key: str) -> NotificationRecord | None:
-        """The notification for which the rest of an ordering key waits: the first unfinished one, or the one that parks
-        the key if the first is BLOCKED."""
+        """Return the notification for which the others of an ordering key wait: the first unfinished one, or the one
+        that parks the key if the first is BLOCKED."""
         each, key = [{"name": name} for name in names], {"namespace": namespace, "ordering_key": ordering_key}
         first = sorted(await self._port.fetch_each(FIRST_OF_KEY, each, **key))[:1]
         found = await self.records(namespace, [id for _, id in first], documents=False)
@@ -316,25 +317,25 @@ class StoredNotifications:
     ) -> int:
         """Make finished rows of these names due again, as :meth:`retry` does, if ``since <= event_date < until``.
 
-        ``types``: only these event types; empty for all types. The rows change in pieces, each in a separate
-        transaction, after all pieces were read: a row that finishes again soon is not replayed twice. Returns the
-        number of rows.
+        ``types``: only these event types; empty for all types. All rows are found first, so that a row that finishes
+        again soon is not replayed twice, and then changed in chunks, each in a separate transaction. Returns the number
+        of rows.
         """
-        wanted = {"names": list(names), "states": list(states), "types": list(types), "every_type": not types}
-        scope = {"namespace": namespace, "since": since, "until": until, "limit": PIECE, **wanted}
-        found, place = list[tuple[Any]](), _FIRST_PLACE
+        conditions = {"names": list(names), "states": list(states), "types": list(types), "every_type": not types}
+        scope = {"namespace": namespace, "since": since, "until": until, "limit": CHUNK, **conditions}
+        found, position = list[tuple[Any]](), _START
         while True:
-            piece = await self._port.fetch(LOOK_BACK, **scope, **place)
-            found += [(id,) for is_wanted, id, *_ in piece if is_wanted]
-            if len(piece) < PIECE:
+            chunk = await self._port.fetch(LOOK_BACK, **scope, **position)
+            found += [(id,) for matches, id, *_ in chunk if matches]
+            if len(chunk) < CHUNK:
                 return await self._change(REPLAY, found, states=list(states), now=now)
-            place = dict(zip(place, piece[-1][1:], strict=True))
+            position = dict(zip(position, chunk[-1][1:], strict=True))
 
     async def _change(self, statement: Statement, found: Sequence[tuple[Any]], **values: Any) -> int:
-        """Change rows in the order of their ids, in pieces; the number of rows."""
+        """Change rows by id, in chunks; return the number of rows."""
         ids = sorted(id for (id,) in found)
-        pieces = [ids[start : start + PIECE] for start in range(0, len(ids), PIECE)]
-        return sum([await self._port.execute(statement, ids=piece, **values) for piece in pieces])
+        chunks = [ids[start : start + CHUNK] for start in range(0, len(ids), CHUNK)]
+        return sum([await self._port.execute(statement, ids=chunk, **values) for chunk in chunks])
 
     async def _sorted(self, namespace: str, found: Sequence[tuple[Any]]) -> list[NotificationRecord]:
         records = await self.records(namespace, [id for (id,) in found])

@@ -8,7 +8,7 @@ from typing import Any
 from uuid import UUID
 
 from outboxio.model.notification import State
-from outboxio.model.operating.groups import Place
+from outboxio.model.operating.groups import PageCursor
 from outboxio.model.operating.operation import Operation
 from outboxio.storage.protocols.operating import Taken
 from outboxio.storage.statement import Port, Query, Statement, delete
@@ -30,13 +30,14 @@ VALUES (:id, :namespace, :kind, :state, {json :request}, :actor, :origin, :reaso
   :worker, FALSE, :created_date, :updated_date, :finished_date, :error)
 """
 INSERT = Statement(_INSERT)
-INSERT_UNLESS_THERE = Statement(f"{_INSERT} {{keep operations: id}}")
+INSERT_IF_ABSENT = Statement(f"{_INSERT} {{keep operations: id}}")
 
 _BY_ID = "{table operations primary}"
 _THIS = "WHERE id = :id AND namespace = :namespace"
 
 GET = Query(f"{_SELECT} {_BY_ID} {_THIS}", Operation, fields=_READ)
-REACHED = Query(f"SELECT {{text reached}} FROM {_BY_ID} {_THIS}", tuple[Place | None])  # NULL before the first piece
+# NULL before the first chunk.
+REACHED = Query(f"SELECT {{text reached}} FROM {_BY_ID} {_THIS}", tuple[PageCursor | None])
 
 # Two conditions on the date: on MySQL a comparison of rows would not limit the read of the index.
 SELECT = Query(
@@ -49,7 +50,7 @@ ORDER BY created_date DESC, id DESC LIMIT :limit
     fields=_READ,
 )
 
-# The transaction of a piece locks the row of a running operation. This UPDATE then waits, and sees the new
+# The transaction of a chunk locks the row of the operation. This UPDATE then waits for it and sees the new
 # updated_date.
 TAKE = Statement(f"""
 UPDATE {_BY_ID} SET worker = :worker, updated_date = :now
@@ -79,7 +80,7 @@ ORDER BY updated_date
 )
 
 STOP = Statement(f"UPDATE {_BY_ID} SET stop_ordered = TRUE {_THIS} AND state = 'RUNNING'")
-IS_TO_STOP = Query(f"SELECT stop_ordered FROM {_BY_ID} {_THIS}", bool)
+STOP_REQUESTED = Query(f"SELECT stop_ordered FROM {_BY_ID} {_THIS}", bool)
 
 FINISH = Statement(f"""
 UPDATE {_BY_ID} SET state = :state, matched = :matched, done = :done, refused = :refused,
@@ -87,7 +88,7 @@ UPDATE {_BY_ID} SET state = :state, matched = :matched, done = :done, refused = 
 {_THIS} AND worker = :worker AND state = 'RUNNING'
 """)
 
-# The row of a bootstrap stays: it says that the handler needs no second one.
+# The row of a bootstrap is kept, as the record that the handler was bootstrapped.
 REMOVE_OLD = delete(
     "operations",
     "namespace = :namespace AND created_date < :before AND state <> 'RUNNING' AND kind <> 'bootstrap'",
@@ -102,10 +103,10 @@ STATES = Query(
 # --- the table -------------------------------------------------------------------------------------
 
 NOBODY = ""
-"""The worker of an operation that waits for the process that fans out."""
+"""The worker of an operation that waits for the process with the fan-out lock."""
 
 _NEWEST = (datetime(9999, 1, 1), UUID(int=2**128 - 1))
-"""The place before the newest operation."""
+"""A cursor before the newest operation."""
 
 
 class Operations:
@@ -120,20 +121,20 @@ class Operations:
         await self._port.execute(INSERT, namespace=namespace, worker=worker, **values_of(operation))
 
     async def get(self, namespace: str, id: UUID) -> Operation | None:
-        """An operation by its id."""
+        """Return an operation, or ``None`` if the id is unknown."""
         rows = await self._port.fetch(GET, namespace=namespace, id=id, shard=self._shard)
         return rows[0] if rows else None
 
     async def select(self, namespace: str, limit: int, before: tuple[datetime, UUID] | None) -> list[Operation]:
-        """The newest operations, up to ``limit``, or the newest ones that are older than a place."""
+        """Return up to ``limit`` operations, newest first; with ``before``, only operations older than this cursor."""
         date, id = before or _NEWEST
         values = {"namespace": namespace, "date": date, "id": id, "limit": limit, "shard": self._shard}
         return await self._port.fetch(SELECT, **values)
 
     async def take(self, namespace: str, id: UUID, worker: str, seen_before: datetime, now: datetime) -> Taken | None:
-        """Become the worker of a RUNNING operation that has no worker, or whose worker last wrote before a time.
+        """Become the worker of a RUNNING operation without a worker, or whose worker last wrote before ``seen_before``.
 
-        ``None`` if another process was faster, or the operation has finished.
+        Returns ``None`` if another process was faster, or the operation has finished.
         """
         values = {"namespace": namespace, "id": id, "worker": worker, "seen_before": seen_before, "now": now}
         reached = await self._port.change_and_fetch(TAKE, REACHED, **values)
@@ -141,35 +142,35 @@ class Operations:
         return Taken(operation, reached[0][0]) if operation is not None else None
 
     async def stale(self, namespace: str, seen_before: datetime, limit: int) -> list[UUID]:
-        """The RUNNING operations without a worker, or whose worker last wrote before a time, oldest first."""
+        """Return the RUNNING operations without a worker, or whose worker last wrote before a time, oldest first."""
         return await self._port.fetch(STALE, namespace=namespace, seen_before=seen_before, limit=limit)
 
     async def running(self, namespace: str, kind: str, since: datetime) -> list[Operation]:
-        """The RUNNING operations of a kind that were created after a time, oldest first."""
+        """Return the RUNNING operations of a kind that were created after a time, oldest first."""
         values = {"namespace": namespace, "kind": kind, "since": since, "shard": self._shard}
         return await self._port.fetch(RUNNING, **values)
 
-    async def order_stop(self, namespace: str, id: UUID) -> bool:
-        """Request the worker of a RUNNING operation to stop; False if the operation has finished."""
+    async def request_stop(self, namespace: str, id: UUID) -> bool:
+        """Request that the worker of a RUNNING operation stops; return False if the operation has finished."""
         return await self._port.execute(STOP, namespace=namespace, id=id) > 0
 
-    async def is_to_stop(self, namespace: str, id: UUID) -> bool:
-        """True if the worker was requested to stop."""
-        return True in await self._port.fetch(IS_TO_STOP, namespace=namespace, id=id)
+    async def stop_requested(self, namespace: str, id: UUID) -> bool:
+        """Return True if the worker should stop."""
+        return True in await self._port.fetch(STOP_REQUESTED, namespace=namespace, id=id)
 
     async def finish(self, namespace: str, operation: Operation, worker: str) -> bool:
         """Write the result of an operation; False if this process is no longer the worker."""
         return await self._port.execute(FINISH, namespace=namespace, worker=worker, **values_of(operation)) > 0
 
     async def remove_old(self, namespace: str, before: datetime, limit: int) -> int:
-        """Remove up to ``limit`` finished operations that were created before a time; the number of rows."""
+        """Remove up to ``limit`` finished operations that were created before a time; return the number of rows."""
         return await self._port.execute(REMOVE_OLD, namespace=namespace, before=before, limit=limit)
 
     async def states(self, namespace: str, ids: Sequence[UUID]) -> dict[UUID, State]:
-        """The states of the notifications with these ids. Unknown ids are left out."""
+        """Return the states of the notifications with these ids. Unknown ids are left out."""
         return dict(await self._port.fetch(STATES, namespace=namespace, ids=sorted(ids))) if ids else {}
 
 
 def values_of(operation: Operation) -> dict[str, Any]:
-    """The values of the columns of an operation."""
+    """Return the column values of an operation."""
     return {field: getattr(operation, field) for field in _FIELDS}

@@ -1,4 +1,4 @@
-"""Rows of ``event_notifications`` that wait for a row in front: by ordering key, or for handlers of lower priority.
+"""Rows of ``event_notifications`` that wait for another row: of the same ordering key, or of a lower priority value.
 
 The heads of keys, which rounds of dispatch read, are in the ``ordering.py`` of each dialect.
 """
@@ -16,25 +16,25 @@ from outboxio.storage.statement import Port, Query, Statement, Text
 # --- statements ------------------------------------------------------------------------------------
 
 _BY_ID = "{table event_notifications primary n}"
-_LINE = "{table event_notifications event_notifications_line %s}"
+_QUEUE = "{table event_notifications event_notifications_line %s}"
 _PARKED = "{table event_notifications event_notifications_parked %s}"
 # SQLite and PostgreSQL use a partial index for a query that repeats its condition.
-_IN_LINE = "%s.state IN ('PENDING', 'FAILED', 'BLOCKED', 'DYING')"
+_IN_QUEUE = "%s.state IN ('PENDING', 'FAILED', 'BLOCKED', 'DYING')"
 _IS_PARKED = "%s.state IN ('DEAD', 'EXPIRED')"
 
 
-def _next_in(index: str, state: str, behind: str) -> str:
+def _next_in(index: str, state: str, after: str) -> str:
     return f"""SELECT (SELECT CAST(n.ordering_key AS TEXT) FROM {index % "n"}
-      WHERE n.namespace = :namespace AND n.handler_name = :name AND n.ordering_key {behind} AND {state % "n"}
+      WHERE n.namespace = :namespace AND n.handler_name = :name AND n.ordering_key {after} AND {state % "n"}
       ORDER BY n.ordering_key LIMIT 1)"""
 
 
-def _next_key(behind: str) -> str:
-    """The first key of the name behind a key."""
+def _next_key(after: str) -> str:
+    """Return the subquery for the first key of a handler name after a key."""
     return f"""(SELECT min(f.next_key) FROM (
-    {_next_in(_LINE, _IN_LINE, behind)} AS next_key
+    {_next_in(_QUEUE, _IN_QUEUE, after)} AS next_key
     UNION ALL
-    {_next_in(_PARKED, _IS_PARKED, behind)} WHERE :parks) f)"""
+    {_next_in(_PARKED, _IS_PARKED, after)} WHERE :parks) f)"""
 
 
 _OF_KEY = "i.namespace = :namespace AND i.handler_name = :name AND i.ordering_key = line.key AND"
@@ -42,15 +42,15 @@ _FIRST = "ORDER BY i.sequence LIMIT 1"
 
 
 def _first_in(index: str, state: str) -> str:
-    """The first row of each key in an index."""
+    """Return the query for the first row of each key in an index."""
     return f"""
 SELECT line.number, line.key, n.sequence, n.id, n.state FROM line {{join}} {_BY_ID}
   ON n.id = (SELECT i.id FROM {index % "i"} WHERE {_OF_KEY} {state % "i"} {_FIRST})
 """
 
 
-def _heads_behind(first: str) -> Query[tuple[int, str, int, UUID, str]]:
-    """Jumps from key to key, so that the number of rows of a key does not matter. MySQL: ``mysql/ordering.py``."""
+def _heads_after(first: str) -> Query[tuple[int, str, int, UUID, str]]:
+    """Return a query that jumps from key to key without reading all rows of a key. MySQL: ``mysql/ordering.py``."""
     keys = f"""
 WITH RECURSIVE line(key, number) AS (
   SELECT {_next_key(first)}, 1
@@ -58,22 +58,22 @@ WITH RECURSIVE line(key, number) AS (
   SELECT {_next_key("> line.key")}, number + 1 FROM line WHERE key IS NOT NULL AND number < :limit
 )
 """
-    # A planner of PostgreSQL that believes the table to be small would read all of it for a join.
+    # If PostgreSQL estimates that the table is small, it would read the whole table for a join.
     lateral = f"""
 SELECT line.number, line.key, head.sequence, head.id, head.state FROM line CROSS JOIN LATERAL (
-  (SELECT i.sequence, i.id, i.state FROM {_LINE % "i"} WHERE {_OF_KEY} {_IN_LINE % "i"} {_FIRST})
+  (SELECT i.sequence, i.id, i.state FROM {_QUEUE % "i"} WHERE {_OF_KEY} {_IN_QUEUE % "i"} {_FIRST})
   UNION ALL
   (SELECT i.sequence, i.id, i.state FROM {_PARKED % "i"} WHERE :parks AND {_OF_KEY} {_IS_PARKED % "i"} {_FIRST})) head
 """
-    joined = f"{_first_in(_LINE, _IN_LINE)} UNION ALL {_first_in(_PARKED, _IS_PARKED)} WHERE :parks"
+    joined = f"{_first_in(_QUEUE, _IN_QUEUE)} UNION ALL {_first_in(_PARKED, _IS_PARKED)} WHERE :parks"
     return Query(keys + joined, tuple[int, str, int, UUID, str], postgres=keys + lateral, mysql="")
 
 
-# The empty key is the first key.
-FIRST_HEADS = _heads_behind(">= :after")
-HEADS_AFTER = _heads_behind("> :after")
+# The empty string is the first key.
+FIRST_HEADS = _heads_after(">= :after")
+HEADS_AFTER = _heads_after("> :after")
 
-# The form of the conditions on the state keeps a planner that believes the table to be small from an index of states.
+# ``coalesce`` keeps a planner that estimates a small table from using an index over states.
 BLOCK = Statement(f"""
 UPDATE {_BY_ID} SET state = 'BLOCKED', updated_date = :now
 WHERE {{ids n.id :ids}} AND coalesce(n.state IN ('PENDING', 'FAILED'), FALSE)
@@ -88,7 +88,7 @@ WHERE coalesce(n.state = 'BLOCKED', FALSE) AND
 """
 UNBLOCK = Statement(f"{_UNBLOCK} {{ids n.id :ids}}")
 
-# LIMIT makes the lookup a probe of the index for each row: without it the planners make a join.
+# LIMIT forces an index lookup for each row; without it the planners choose a join.
 _PRECEDING = """(SELECT 1 FROM {table event_notifications event_notifications_event p}
   WHERE p.event_id = %s.event_id AND p.priority < %s.priority AND coalesce(p.state IN ('PENDING', 'BLOCKED'), FALSE)
   LIMIT 1)"""
@@ -98,15 +98,15 @@ SELECT e.id FROM {{table event_notifications event_notifications_event e}}
 WHERE {{ids e.event_id :ids}} AND coalesce(e.state = 'BLOCKED', FALSE) AND {_PRECEDING % ("e", "e")} IS NULL
 """
 FIND_RELEASED = Query(_RELEASED, UUID)
-# On MySQL an UPDATE cannot read the table that it writes.
+# On MySQL an UPDATE cannot read the table that it changes.
 RELEASE = Statement(
     f"{_UNBLOCK} n.id IN ({_RELEASED})", postgres=f"{_UNBLOCK} n.id = ANY (ARRAY({_RELEASED}))", mysql=""
 )
 
-# PostgreSQL: the order has the ordering key as the index has it, although the key is NULL in all rows.
+# PostgreSQL: ORDER BY includes the ordering key like the index, although it is NULL in all rows.
 FIND_BLOCKED = Query(
     f"""
-SELECT n.sequence, n.event_id FROM {_LINE % "n"}
+SELECT n.sequence, n.event_id FROM {_QUEUE % "n"}
 WHERE n.namespace = :namespace AND {{blocked}} AND n.handler_name = :name AND n.ordering_key IS NULL
   AND n.sequence > :after
 ORDER BY {{order}} LIMIT :limit
@@ -136,7 +136,7 @@ UNDELIVERED_BY_TOPIC = Query(
 
 
 class Ordering(OrderingRepository):
-    """Reads and writes on the connection of the finder, because the finder blocks rows."""
+    """Uses the connection of the finder, because the finder blocks rows."""
 
     def __init__(self, find: Port) -> None:
         self._port = find
@@ -167,10 +167,10 @@ class Ordering(OrderingRepository):
         return await self._port.execute(RELEASE, ids=list(event_ids), now=now) if event_ids else 0
 
     async def find_undelivered(
-        self, namespace: str, wanted: str, before: int, limit: int, *, is_topic: bool
+        self, namespace: str, key: str, before: int, limit: int, *, is_topic: bool
     ) -> list[tuple[int, str | None]]:
         query = UNDELIVERED_BY_TOPIC if is_topic else UNDELIVERED_BY_TYPE
-        return await self._port.fetch_each(query, [{"key": wanted}], namespace=namespace, before=before, limit=limit)
+        return await self._port.fetch_each(query, [{"key": key}], namespace=namespace, before=before, limit=limit)
 
     async def postpone(self, ids: Sequence[UUID], until: datetime, now: datetime) -> int:
         return await self._port.execute(POSTPONE, ids=list(ids), until=until, now=now) if ids else 0

@@ -1,4 +1,4 @@
-"""The tables ``handler_partitions`` and ``instances``: the partitions, and the processes that share them."""
+"""The tables ``handler_partitions`` and ``instances``: partition counts, and the processes that share partitions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 
 from outboxio.model.notification import Position
 from outboxio.model.outcome import Lease
-from outboxio.storage.protocols.values import ClusterView, Instance, Rehomed, SeenLease
+from outboxio.storage.protocols.values import ClusterView, Instance, RehashResult, SeenLease
 from outboxio.storage.statement import Port, Query, Statement
 
 # --- statements ------------------------------------------------------------------------------------
@@ -22,9 +22,9 @@ _DECLARE = f"""{_INSERT}
 SELECT :namespace, d.handler_name, d.number, d.number, d.number, :now
 FROM {{rows :numbers d handler_name text, number int}}
 """
-# The greater of the two numbers: code that declares a number for the first time must not lower an operator's number.
-# MySQL assigns from left to right: changed_date and partitions read the columns before the change, and active reads the
-# new number.
+# The greater of the two counts applies: code that declares a count for the first time must not lower an operator's
+# count. MySQL assigns from left to right, so changed_date and partitions read the old values of the columns, and active
+# reads the new count.
 DECLARE = Statement(
     f"""{_DECLARE}
 ON CONFLICT (namespace, handler_name) DO UPDATE SET declared = excluded.declared,
@@ -45,7 +45,7 @@ ON DUPLICATE KEY UPDATE
 """,
 )
 
-# ``declared`` of an operator's row is 1, as if the code had declared nothing.
+# ``declared`` is 1 in a row of an operator, as if the code had declared nothing.
 _SET_NUMBER = f"{_INSERT} VALUES (:namespace, :handler_name, :number, :number, 1, :now)"
 SET_NUMBER = Statement(
     f"""{_SET_NUMBER}
@@ -60,7 +60,7 @@ ON DUPLICATE KEY UPDATE changed_date = IF(partitions = :number, changed_date, :n
 """,
 )
 
-# --- automatic numbers ---
+# --- automatic partition counts ---
 
 _OF_HANDLER = "namespace = :namespace AND handler_name = :handler_name"
 _IS_AUTOMATIC = f"{_OF_HANDLER} AND auto_number = partitions"
@@ -69,8 +69,8 @@ INSERT INTO eventlog.handler_partitions (namespace, handler_name, partitions, ac
   auto_number, waited_date)
 VALUES (:namespace, :handler_name, 1, 1, 1, :now, 1, :now) {keep handler_partitions: namespace, handler_name}
 """)
-# The same statement locks the lease row shared: a process that froze must not change the number that the new owner of
-# partition 0 has chosen.
+# The statement itself takes a shared lock on the lease row: a process that froze must not change the count that the new
+# owner of partition 0 has chosen.
 _SET_AUTOMATIC = f"""
 UPDATE eventlog.handler_partitions SET partitions = :number, auto_number = :number,
   active = greatest(active, :number), changed_date = :now, waited_date = :now
@@ -90,8 +90,8 @@ _MAY_SHRINK = "namespace = :namespace AND active > partitions AND changed_date <
 SHRINKING = Query(
     f"SELECT handler_name, partitions FROM eventlog.handler_partitions WHERE {_MAY_SHRINK}", tuple[str, int]
 )
-# BLOCKED rows do not count: a BLOCKED row gets its partition when the row becomes due. The number is a parameter,
-# because the column of another table would be no bound for the walk along the index on MySQL.
+# BLOCKED rows do not count, because they get their partition when they become due. The count is a parameter, because on
+# MySQL a column of another table would not bound the index scan.
 SHRINK = Statement(f"""
 UPDATE eventlog.handler_partitions SET active = partitions
 WHERE handler_name = :handler_name AND partitions = :number AND {_MAY_SHRINK} AND (
@@ -116,7 +116,7 @@ VALUES (:namespace, :instance, {json :names}, :last_seen_date, :last_seen_date)
 """)
 LEAVE = Statement("DELETE FROM eventlog.instances WHERE namespace = :namespace AND instance = :instance")
 
-_WANTED = "{rows :leases w name text}"
+_NAMES = "{rows :leases w name text}"
 _VIEW = """
 SELECT instance, {text names}, last_seen_date, NULL, NULL, NULL, NULL FROM eventlog.instances
 WHERE namespace = :namespace AND last_seen_date > :seen_since
@@ -125,13 +125,13 @@ SELECT l.name, NULL, NULL, l.owner, l.term, l.released_term, i.instance IS NOT N
 """
 _OWNER = "LEFT JOIN eventlog.instances i ON i.namespace = :namespace AND i.instance = l.owner"
 VIEW = Query(
-    f"{_VIEW} FROM eventlog.leases l {_OWNER} WHERE l.name = ANY (ARRAY(SELECT w.name FROM {_WANTED}))",
+    f"{_VIEW} FROM eventlog.leases l {_OWNER} WHERE l.name = ANY (ARRAY(SELECT w.name FROM {_NAMES}))",
     tuple[str, tuple[str, ...] | None, datetime | None, str | None, int | None, int | None, bool | None],
-    mysql=f"{_VIEW} FROM {_WANTED} STRAIGHT_JOIN eventlog.leases l ON l.name = w.name {_OWNER}",
+    mysql=f"{_VIEW} FROM {_NAMES} STRAIGHT_JOIN eventlog.leases l ON l.name = w.name {_OWNER}",
 )
 
-# The bounds are those of the statement that finds due rows. Only misplaced rows are returned, and the last row of a
-# full piece: usually all rows are in their place.
+# The bounds are those of the statement that finds due rows. Usually all rows are in the right partition, so only
+# misplaced rows are returned, and the last row of a full chunk.
 _MISPLACED = """
 SELECT p.due, p.sequence, p.id, p.is_misplaced, p.place FROM (
   SELECT d.*, row_number() OVER (ORDER BY d.partition_number, d.due, d.sequence) AS place FROM (
@@ -155,19 +155,20 @@ FIND_MISPLACED = Query(
         " AND (n.next_retry_at = :due AND n.sequence > :sequence OR n.next_retry_at > :due)",
     ),
 )
-# The same statement locks the lease row shared and moves rows (decision 3): a process that froze must not move a row
-# that the new holder of the slot runs.
+# The statement that moves rows also takes a shared lock on the lease row (decision 3): a process that froze must not
+# move a row that the new holder of the slot runs.
 #
-# ``updated_date`` stays: a later date would tell the poison guard that the run of a suspect has ended. The conditions
-# are repeated, because an operator may have changed a row in the meantime. ``coalesce``: no index with states fits.
+# ``updated_date`` is kept: from a later date the poison guard would conclude that the run of a suspect has ended. The
+# conditions are repeated, because an operator may have changed a row in the meantime. ``coalesce`` keeps the planner
+# from using an index over states.
 _REHOME = """
 UPDATE {table event_notifications primary n} SET partition_number = {partition}
 WHERE {ids n.id :ids} AND n.partition_number = :partition AND coalesce(n.state, '') IN ('PENDING', 'FAILED', 'DYING')
   AND (SELECT 1 FROM eventlog.leases l WHERE l.name = :lease AND l.term = :term LIMIT 1 FOR SHARE) = 1
 """
-REHOME = Statement(_REHOME, mysql=_REHOME.replace("FOR SHARE", "LOCK IN SHARE MODE"))
-# Into a partition of another process, but not beyond the partitions that get new rows: SHRINK may have found those
-# empty, and then no process reads them.
+REHASH = Statement(_REHOME, mysql=_REHOME.replace("FOR SHARE", "LOCK IN SHARE MODE"))
+# Moves rows into a partition of another process, but only into partitions that get new rows: SHRINK may already have
+# removed the others, and then no process reads them.
 _TRANSFER = f"""{_REHOME.replace("= {partition}", "= :target")}
   AND (SELECT 1 FROM eventlog.handler_partitions h WHERE h.namespace = :namespace AND h.handler_name = :handler_name
     AND h.partitions > :target LIMIT 1) = 1
@@ -178,37 +179,37 @@ TRANSFER = Statement(_TRANSFER, mysql=_TRANSFER.replace("FOR SHARE", "LOCK IN SH
 
 
 class PartitionTables:
-    """Reads and writes the numbers of partitions, and the processes that share handlers.
+    """Reads and writes the partition counts, and the processes that share handlers.
 
-    The database computes the partition of a row wherever a row is made or made due: a hash of the row's ordering key,
-    or of the event's id without an ordering key, modulo the number of partitions of the stored handler name.
+    The database computes the partition of a row whenever the row is inserted or becomes due: a hash of the ordering
+    key, or of the event id if there is no ordering key, modulo the partition count of the stored handler name.
     """
 
     def __init__(self, port: Port) -> None:
         self._port = port
 
     async def declare(self, namespace: str, numbers: Mapping[str, int], now: datetime) -> None:
-        """Write the numbers of partitions that the code of this process declares, by stored handler name.
+        """Store the partition counts that the code of this process declares, by stored handler name.
 
-        A number that is larger than all numbers that were declared before becomes the handler's number, unless the
-        handler's number is larger. A smaller number changes nothing. So an operator's number outlives the restart of a
-        process, and code never lowers a number.
+        A count that exceeds all counts declared before becomes the count of the handler, unless that is larger already.
+        A smaller count changes nothing. So a count that an operator has set survives restarts, and code never lowers a
+        count.
         """
         rows = [{"handler_name": name, "number": number} for name, number in sorted(numbers.items())]
         if rows:
             await self._port.execute(DECLARE, namespace=namespace, numbers=rows, now=now)
 
     async def set_number(self, namespace: str, handler_name: str, number: int, now: datetime) -> None:
-        """Spread new rows of a stored handler name over ``number`` partitions, as an operator wants it."""
+        """Spread new rows of a stored handler name over ``number`` partitions, as set by an operator."""
         await self._port.execute(SET_NUMBER, namespace=namespace, handler_name=handler_name, number=number, now=now)
 
     async def set_automatic(
         self, namespace: str, lease: Lease, number: int, *, expected: int, waited_before: datetime, now: datetime
     ) -> bool:
-        """Change an automatic number from ``expected`` to ``number``; True if it was changed.
+        """Change an automatic partition count from ``expected`` to ``number``; return True if it was changed.
 
-        ``lease``: the lock of partition 0. Nothing is changed under a former term, if an operator or code has set the
-        number, or if rows have waited since ``waited_before``.
+        ``lease``: the lock of partition 0. Nothing changes if the term is over, if an operator or code has set the
+        count, or if rows have waited since ``waited_before``.
         """
         of_handler = {"namespace": namespace, "handler_name": lease.handler_name, "now": now}
         if expected == 1:
@@ -220,47 +221,47 @@ class PartitionTables:
         return changed > 0
 
     async def make_automatic(self, namespace: str, handler_name: str, now: datetime) -> None:
-        """Let outboxio change the number of a stored handler name from now on, beginning with the present number."""
+        """Let outboxio adjust the partition count of a stored handler name, starting at the current count."""
         await self._port.execute(MAKE_AUTOMATIC, namespace=namespace, handler_name=handler_name, now=now)
 
     async def waited(self, namespace: str, handler_name: str, now: datetime, before: datetime) -> None:
-        """Write that due rows waited at ``now``, if the last such moment was before ``before``."""
+        """Record that due rows waited at ``now``, unless this was recorded after ``before``."""
         await self._port.execute(WAITED, namespace=namespace, handler_name=handler_name, now=now, before=before)
 
     async def shrink(self, namespace: str, changed_before: datetime) -> int:
-        """Lower ``active`` to ``number`` where no unfinished row is left beyond; how many handler names were changed.
+        """Lower ``active`` to ``number`` where no unfinished row lies beyond; return how many handler names changed.
 
-        Left out are names with a change after ``changed_before``, because fan-out may still write by the old number.
+        Names that changed after ``changed_before`` are left out, because fan-out may still use the old count.
         """
         scope, changed = {"namespace": namespace, "changed_before": changed_before}, 0
         for name, number in await self._port.fetch(SHRINKING, **scope):
             changed += await self._port.execute(SHRINK, handler_name=name, number=number, **scope)
         return changed
 
-    async def names_of_older(self, namespace: str, since: datetime) -> set[str]:
-        """The handler names that a process without partitions (an older version) has announced after ``since``.
+    async def names_of_older_versions(self, namespace: str, since: datetime) -> set[str]:
+        """Return the handler names that processes of an older version, without partitions, announced after ``since``.
 
-        A process takes locks under the aliases of its handlers, too.
+        Aliases are included, because a process takes locks under them too.
         """
         older = await self._port.fetch(OLDER, namespace=namespace, since=since)
         return {one for name, aliases in older for one in (name, *aliases)}
 
     async def seen(self, namespace: str, instance: Instance) -> None:
-        """Write that a process is alive, or is alive again."""
+        """Record that a process is alive."""
         names = msgspec.Raw(msgspec.json.encode(instance.names))
         key, date = {"namespace": namespace, "instance": instance.instance}, instance.last_seen_date
         await self._port.execute(SEEN, names=names, last_seen_date=date, **key)
 
     async def leave(self, namespace: str, instance: str) -> None:
-        """Remove a process that leaves, or that is known to have died."""
+        """Remove a process that shuts down or is known to have died."""
         await self._port.execute(LEAVE, namespace=namespace, instance=instance)
 
     async def view(self, namespace: str, seen_since: datetime, leases: Sequence[str]) -> ClusterView:
-        """The processes that were seen after a time, and the leases with these names, in a single statement."""
-        wanted = msgspec.Raw(msgspec.json.encode([{"name": name} for name in leases]))
+        """Return the processes seen after a time and the leases with these names, in a single statement."""
+        names_of_leases = msgspec.Raw(msgspec.json.encode([{"name": name} for name in leases]))
         instances, seen = list[Instance](), dict[str, SeenLease]()
         for name, names, date, owner, term, released_term, is_of_instance in await self._port.fetch(
-            VIEW, namespace=namespace, seen_since=seen_since, leases=wanted
+            VIEW, namespace=namespace, seen_since=seen_since, leases=names_of_leases
         ):
             if names is not None and date is not None:
                 instances.append(Instance(name, names, date))
@@ -268,30 +269,30 @@ class PartitionTables:
                 seen[name] = SeenLease(owner, term, released_term, bool(is_of_instance))
         return ClusterView(instances, seen)
 
-    async def rehome(
+    async def rehash(
         self, namespace: str, lease: Lease, after: Position, limit: int, besides: Collection[UUID], now: datetime
-    ) -> Rehomed:
-        """Read up to ``limit`` due rows of a slot behind a position, and move the rows that belong elsewhere now.
+    ) -> RehashResult:
+        """Read up to ``limit`` due rows of a slot after a position, and move those that belong to another partition.
 
-        ``lease``: the lock of the slot. No row moves unless the lease row has this name and term, as for an outcome
-        (decision 3). So a process that froze moves no row that the new holder of the slot runs.
+        ``lease``: the lock of the slot. Rows move only if the lease row has this name and term, as for outcomes
+        (decision 3), so a process that froze cannot move rows that the new holder of the slot runs.
 
-        ``besides``: the rows in flight of this process, which stay.
+        ``besides``: rows of this process that are in flight; they do not move.
         """
         due, sequence = after
         slot = {"namespace": namespace, "handler_name": lease.handler_name, "partition": lease.partition}
         rows = await self._port.fetch(FIND_MISPLACED, due=due, sequence=sequence, now=now, limit=limit, **slot)
-        staying, last = set(besides), next((row[:2] for row in rows if row[-1] == limit), None)
-        ids = sorted(id for _, _, id, is_misplaced, _ in rows if is_misplaced and id not in staying)
+        in_flight, last = set(besides), next((row[:2] for row in rows if row[-1] == limit), None)
+        ids = sorted(id for _, _, id, is_misplaced, _ in rows if is_misplaced and id not in in_flight)
         own = {"partition": lease.partition, "lease": lease.name, "term": lease.term}
-        moved = await self._port.execute(REHOME, ids=ids, **own) if ids else 0
-        return Rehomed(moved, last)
+        moved = await self._port.execute(REHASH, ids=ids, **own) if ids else 0
+        return RehashResult(moved, last)
 
     async def transfer(self, namespace: str, lease: Lease, ids: Collection[UUID], target: int) -> int:
-        """Move these rows of a slot into another partition of the handler name; how many rows were moved.
+        """Move these rows of a slot into another partition of the handler name; return how many rows moved.
 
-        ``lease``: the lock of the slot; no row moves unless the lease row has this name and term. No row moves either
-        if new rows do not go into the partition ``target`` any more.
+        ``lease``: the lock of the slot; rows move only if the lease row has this name and term, and the partition
+        ``target`` still gets new rows.
         """
         own = {"partition": lease.partition, "lease": lease.name, "term": lease.term}
         scope = {"namespace": namespace, "handler_name": lease.handler_name}

@@ -1,7 +1,7 @@
 """The figures of overview, health and metrics.
 
-Every statement reads index entries up to a bound. Most handlers have nothing to count: the first statement finds the
-names with rows, and the second counts the rows of these names.
+Every statement reads a bounded number of index entries. Most handlers have nothing to count, so a first statement finds
+the names with rows, and a second one counts the rows of these names.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from datetime import datetime, timedelta
 from uuid import UUID
 
 from outboxio.model.lock_name import Slot
-from outboxio.model.notification import BEGINNING, FIRST_DEFERRED
+from outboxio.model.notification import FIRST_DEFERRED, FIRST_POSITION
 from outboxio.storage.protocols.operating import Counted, DeadFigures, DueFigures, ParkedKey
 from outboxio.storage.protocols.values import Waiting
 from outboxio.storage.statement import Jumps, Port, Query, Text
 
 FAR = timedelta(days=366)
-"""A row that is due later than so is probably due by mistake."""
-MOST_LOOKED_AT = 10_000
-SAMPLED, LARGEST_SAMPLED = 500, 10_000
+"""A row that is due even later has probably been scheduled by mistake."""
+MAX_EXAMINED = 10_000
+SAMPLED, MAX_SAMPLED_BOUND = 500, 10_000
 MICROSECOND = timedelta(microseconds=1)
 
 # --- due rows --------------------------------------------------------------------------------------
@@ -28,8 +28,8 @@ _DUE = "{table event_notifications event_notifications_partition n}"
 _PARTITION = "AND n.partition_number = w.number"
 _OF_SLOT = f"n.namespace = :namespace AND {{unfinished}} AND n.handler_name = w.name {_PARTITION}"
 # The first and the last row of each slot: with a condition on the date, MySQL would read all rows of the slot. ORDER BY
-# has the columns that differ from slot to slot, as in mysql/ordering.py. PostgreSQL has a range of one partition, so
-# that only the index with the partition has the rows in order.
+# includes the columns that differ between slots, as in mysql/ordering.py. PostgreSQL gets a range of one partition, so
+# that only the index with the partition returns the rows in order.
 _ENDS = f"""
 SELECT f.name, min(f.first), max(f.last) FROM (
   SELECT w.name, (SELECT n.next_retry_at FROM {_DUE} WHERE {_OF_SLOT}
@@ -46,29 +46,29 @@ ENDS = Query(
     sqlite=_ENDS.replace(_PARTITION, "").replace("n.partition_number, ", "").replace("n.partition_number DESC, ", ""),
 )
 
-# MySQL: the partitions are a list of numbers, so that each partition is a range of its own.
+# MySQL: the partitions are a list of numbers, so that each partition is a separate range.
 _AMONG = "AND n.partition_number IN (:partitions)"
 _OF_NAME = "n.namespace = :namespace AND {unfinished} AND n.handler_name = :name"
-_PLACE = "(n.partition_number, n.next_retry_at)"
+_POSITION = "(n.partition_number, n.next_retry_at)"
 _IS_DUE = Text(
     f"{_AMONG} AND n.next_retry_at <= :now",
-    postgres=f"AND n.partition_number >= p.number AND {_PLACE} <= (p.number, :now)",
+    postgres=f"AND n.partition_number >= p.number AND {_POSITION} <= (p.number, :now)",
     sqlite="AND n.next_retry_at <= :now",
 )
 
 
 def _between(after: str, before: str) -> Text:
-    """The rows that are due after a moment and before another."""
+    """Return the condition for rows that are due between two times."""
     dates = f"AND n.next_retry_at > {after} AND n.next_retry_at < {before}"
     return Text(
         f"{_AMONG} {dates}",
-        postgres=f"AND {_PLACE} > (p.number, {after}) AND {_PLACE} < (p.number, {before})",
+        postgres=f"AND {_POSITION} > (p.number, {after}) AND {_POSITION} < (p.number, {before})",
         sqlite=dates,
     )
 
 
 def _range(bounds: str, columns: str, most: str = ":most") -> Text:
-    """The rows of a name in a range of due dates, up to a number; on PostgreSQL partition by partition."""
+    """Return the query for up to ``most`` rows of a name in a range of due dates; on PostgreSQL by partition."""
     found = f"SELECT {columns} FROM {_DUE} WHERE {_OF_NAME} {{{bounds}}}"
     return Text(
         f"{found} LIMIT {most}",
@@ -77,7 +77,7 @@ def _range(bounds: str, columns: str, most: str = ":most") -> Text:
     )
 
 
-# The state is not in the index, so it is read only of some of the rows that are due later.
+# The state is not in the index, so only a sample of the rows that are due later is checked for it.
 COUNT_DUE = Query(
     """
 SELECT :name, d.number, l.number, s.number, s.retrying, f.number FROM
@@ -95,7 +95,7 @@ SELECT :name, d.number, l.number, s.number, s.retrying, f.number FROM
     far=_range("is_far", "1 AS one"), is_far=_between(":near", ":first_deferred"),
 )  # fmt: skip
 
-# The rows that have failed, of those that are due first. Any of these may be due, or wait for a retry.
+# The failed rows among those that are due first. They may be due, or wait for a retry.
 FAILING = Query(
     """
 SELECT :name, f.id FROM (
@@ -110,15 +110,15 @@ SELECT :name, f.id FROM (
 
 # --- BLOCKED rows ----------------------------------------------------------------------------------
 
-_LINE = "{table event_notifications event_notifications_line n}"
+_QUEUE = "{table event_notifications event_notifications_line n}"
 _IN_ORDER = "ORDER BY n.ordering_key, n.sequence"
-_BLOCKED = f"FROM {_LINE} WHERE n.namespace = :namespace AND {{blocked}}"
+_BLOCKED = f"FROM {_QUEUE} WHERE n.namespace = :namespace AND {{blocked}}"
 _NAMES = "{rows :names w name text}"
 
-WITH_LINE = Query(
+WITH_QUEUE = Query(
     f"""
 SELECT w.name FROM {_NAMES} WHERE (
-  SELECT 1 FROM {_LINE} WHERE n.namespace = :namespace AND n.handler_name = w.name AND {{in_line}}
+  SELECT 1 FROM {_QUEUE} WHERE n.namespace = :namespace AND n.handler_name = w.name AND {{in_queue}}
   {_IN_ORDER} LIMIT 1) = 1
 """,
     str,
@@ -127,7 +127,7 @@ SELECT w.name FROM {_NAMES} WHERE (
 COUNT_BLOCKED = Query(
     f"""
 SELECT :name, count(*) FILTER (WHERE n.state = 'BLOCKED'), count(*) FROM (
-  SELECT n.state FROM {_LINE} WHERE n.namespace = :namespace AND n.handler_name = :name AND {{in_line}}
+  SELECT n.state FROM {_QUEUE} WHERE n.namespace = :namespace AND n.handler_name = :name AND {{in_queue}}
   {_IN_ORDER} LIMIT :most) n
 """,
     tuple[str, int, int],
@@ -141,7 +141,7 @@ _DEAD = "{table event_notifications event_notifications_dead n}"
 _OF_DEAD = f"FROM {_DEAD} WHERE n.namespace = :namespace AND {{dead}} AND {{dead_name}}"
 
 
-# On MariaDB the state is a column of the index, so each probe becomes two (decision 42).
+# On MariaDB the state is a column of the index, so each probe becomes two (decision 43).
 def _of_state(state: str, columns: str, condition: str, order: str) -> str:
     return f"""(SELECT {columns} FROM {_DEAD}
   WHERE n.namespace = :namespace AND n.state = '{state}' AND {condition} ORDER BY {order} LIMIT 1)"""
@@ -183,26 +183,26 @@ COUNT_DEAD = Query(
 
 # --- parked keys -----------------------------------------------------------------------------------
 
-MOST_JUMPS = 1000
-MOST_BLOCKED = 1000
+MAX_JUMPS = 1000
+MAX_BLOCKED = 1000
 
 _PARKED = "{table event_notifications event_notifications_parked n}"
 _IN_PARKED = "n.ordering_key IS NOT NULL AND n.state IN ('DEAD', 'EXPIRED')"
 
 
-def _next_waiting(behind: str) -> str:
-    return f"""(SELECT CAST(n.ordering_key AS TEXT) FROM {_LINE}
-      WHERE n.namespace = :namespace AND n.handler_name = jump.blocked_name AND {{in_line}} AND n.ordering_key {behind}
+def _next_waiting(after: str) -> str:
+    return f"""(SELECT CAST(n.ordering_key AS TEXT) FROM {_QUEUE}
+      WHERE n.namespace = :namespace AND n.handler_name = jump.blocked_name AND {{in_queue}} AND n.ordering_key {after}
       {_IN_ORDER} LIMIT 1)"""
 
 
-_WAITING = f"""FROM {_LINE}
-    WHERE n.namespace = :namespace AND n.handler_name = j.blocked_name AND {{in_line}} AND n.ordering_key = j.waiting
+_WAITING = f"""FROM {_QUEUE}
+    WHERE n.namespace = :namespace AND n.handler_name = j.blocked_name AND {{in_queue}} AND n.ordering_key = j.waiting
     ORDER BY n.sequence"""
 
-# Keys that are in the index of the key queues and in the index of parking rows: each jump goes to the next key in one
-# index, and then to the next key, not before the first, in the other index. So a few keys in either index take a few
-# jumps, however many the other index has. A jump takes two rows of the recursion. MySQL: mysql/ordering.py.
+# Keys that are both in the index of key queues and in the index of parking rows. Each jump goes to the next key of one
+# index, and from there to the next key of the other index that is not smaller. So if either index has few keys, few
+# jumps are needed. A jump takes two rows of the recursion. MySQL: mysql/ordering.py.
 PARKED = Query(
     f"""
 WITH RECURSIVE jump(blocked_name, dead_name, number, waiting, parking) AS (
@@ -217,10 +217,10 @@ WITH RECURSIVE jump(blocked_name, dead_name, number, waiting, parking) AS (
         AND n.ordering_key >= jump.waiting
       {_IN_ORDER} LIMIT 1) END
   FROM jump
-  WHERE parking IS NOT NULL AND (waiting IS NOT NULL OR number = 0) AND number < 2 * {MOST_JUMPS}
+  WHERE parking IS NOT NULL AND (waiting IS NOT NULL OR number = 0) AND number < 2 * {MAX_JUMPS}
 )
 SELECT j.dead_name, d.ordering_key, d.id, d.event_id, d.updated_date, (
-  SELECT count(*) FILTER (WHERE n.state = 'BLOCKED') FROM (SELECT n.state {_WAITING} LIMIT {MOST_BLOCKED}) n)
+  SELECT count(*) FILTER (WHERE n.state = 'BLOCKED') FROM (SELECT n.state {_WAITING} LIMIT {MAX_BLOCKED}) n)
 FROM jump j {{join}} {{table event_notifications primary d}} ON d.id = (
   SELECT n.id FROM {_PARKED}
   WHERE n.namespace = :namespace AND n.handler_name = j.dead_name AND {_IN_PARKED} AND n.ordering_key = j.waiting
@@ -255,18 +255,18 @@ SELECT :name, (SELECT count(*) FROM (SELECT 1 {_EVENTS} = :name ORDER BY e.seque
 class Probes:
     """Reads the figures.
 
-    ``most``: the largest number of entries of each handler name, or event type, that are read. A number that is equal
-    to ``most`` stands for "``most`` or more".
+    ``most``: the largest number of entries to read for each handler name or event type. A count equal to ``most`` means
+    "``most`` or more".
     """
 
     def __init__(self, port: Port) -> None:
         self._port = port
 
     async def due(self, namespace: str, slots: Sequence[Slot], now: datetime, most: int) -> list[DueFigures]:
-        """The figures of the rows in these slots, by stored handler name.
+        """Return the figures of the rows in these slots, by stored handler name.
 
-        ``oldest_due`` is exact. Deferred rows do not count. With a bound of 10,000 or fewer, ``retrying`` is estimated
-        by the first 500 rows that are due later, if there are more.
+        ``oldest_due`` is exact. Deferred rows do not count. With a bound of at most 10,000, ``retrying`` is estimated
+        from the first 500 rows that are due later.
         """
         partitions = _partitions_of(slots)
         pairs = [{"name": name, "number": number} for name, numbers in partitions.items() for number in numbers]
@@ -280,7 +280,7 @@ class Probes:
             if name in oldest or (last is not None and last > now)
         ]
         far = now + FAR
-        sampled = min(most, SAMPLED) if most <= LARGEST_SAMPLED else most
+        sampled = min(most, SAMPLED) if most <= MAX_SAMPLED_BOUND else most
         scope = {
             "now": now, "near": far - MICROSECOND, "far": far, "first_deferred": FIRST_DEFERRED, "most": most,
             "sampled": sampled,
@@ -297,33 +297,33 @@ class Probes:
         ]  # fmt: skip
 
     async def failing(self, namespace: str, slots: Sequence[Slot], before: datetime, most: int) -> list[UUID]:
-        """Up to ``most`` rows of each stored handler name that have failed, and became due first before a moment.
+        """Return up to ``most`` failed rows of each stored handler name that first became due before a time.
 
-        Only some rows are looked at, those that are due first: about 10,000 of all names together.
+        Only the rows that are due first are examined, about 10,000 over all names.
         """
         each = [{"name": name, "partitions": partitions} for name, partitions in _partitions_of(slots).items()]
-        among = max(most, MOST_LOOKED_AT // max(1, len(each)))
-        scope = {"start": BEGINNING[0], "first_deferred": FIRST_DEFERRED, "among": among, "most": most}
+        among = max(most, MAX_EXAMINED // max(1, len(each)))
+        scope = {"start": FIRST_POSITION[0], "first_deferred": FIRST_DEFERRED, "among": among, "most": most}
         rows = await self._port.fetch_each(FAILING, each, namespace=namespace, before=before, **scope)
         return [id for _, id in rows]
 
     async def blocked(self, namespace: str, names: Sequence[str], most: int) -> dict[str, Counted]:
-        """The number of BLOCKED rows of each stored handler name.
+        """Count the BLOCKED rows of each stored handler name.
 
-        Where BLOCKED rows share an index with other rows in key queues, the other rows are read too. So a number that
-        is not complete may be small.
+        Where BLOCKED rows share an index with other rows of key queues, these are read too, so an incomplete count may
+        be small.
         """
-        each = _each(await self._port.fetch(WITH_LINE, namespace=namespace, names=_each(names))) if names else []
+        each = _each(await self._port.fetch(WITH_QUEUE, namespace=namespace, names=_each(names))) if names else []
         rows = await self._port.fetch_each(COUNT_BLOCKED, each, namespace=namespace, most=most)
         counts = {name: Counted(number, entries < most) for name, number, entries in rows}
         return {name: counts.get(name, Counted(0, True)) for name in names}
 
     async def dead_names(self, namespace: str) -> list[str]:
-        """The stored handler names with DEAD or EXPIRED rows, by jumps in the index."""
+        """Return the stored handler names with DEAD or EXPIRED rows, by jumps along the index."""
         return await self._port.fetch(DEAD_NAMES, namespace=namespace)
 
     async def dead(self, namespace: str, names: Sequence[str], since: datetime, most: int) -> list[DeadFigures]:
-        """The figures of each of these stored handler names. A row with the date ``since`` is recent."""
+        """Return the figures of each stored handler name. Rows that ended at or after ``since`` are recent."""
         newest = dict(await self._port.fetch(NEWEST_DEAD, namespace=namespace, names=_each(names))) if names else {}
         each = _each([name for name, date in newest.items() if date is not None])
         scope = {"namespace": namespace, "since": since, "most": most}
@@ -332,23 +332,23 @@ class Probes:
         return [DeadFigures(name, number, recent, newest.get(name)) for name, number, recent in found]
 
     async def parked(self, namespace: str, handlers: Sequence[Sequence[str]], most: int) -> list[ParkedKey]:
-        """Up to ``most`` parked keys: a DEAD or EXPIRED row is before the first unfinished row, which is BLOCKED.
+        """Return up to ``most`` parked keys: a DEAD or EXPIRED row precedes the first unfinished row, which is BLOCKED.
 
-        ``handlers``: the stored handler names of each ordered handler. At most 1,000 keys of a handler name are looked
-        at.
+        ``handlers``: the stored handler names of each ordered handler. At most 1,000 keys of a handler name are
+        examined.
         """
         pairs = [{"blocked_name": one, "dead_name": two} for names in handlers for one in names for two in names]
         return await self._port.fetch(PARKED, namespace=namespace, pairs=pairs, most=most) if pairs else []
 
     async def undelivered(self, namespace: str, now: datetime, most: int) -> dict[str, Waiting]:
-        """The undelivered events of each event type, by jumps in the index.
+        """Count the undelivered events of each event type, by jumps along the index.
 
-        ``oldest`` is the time since which the first event, in the order of the sequence, has waited: the later of the
-        times at which the event was emitted and became available. An event that becomes available after ``now`` does
-        not wait; ``None`` if no counted event waits.
+        ``oldest`` is the time since which the first event, by sequence, has waited: when it was emitted or became
+        available, whichever is later. Events that become available after ``now`` do not wait; ``None`` if no counted
+        event waits.
         """
         found, unknown = dict[str, Waiting](), await self._port.fetch(TYPES, namespace=namespace)
-        for among in (1, most):  # MySQL reads all events among which to look
+        for among in (1, most):  # MySQL reads all events of the inner LIMIT
             scope = {"namespace": namespace, "now": now, "most": most, "among": among}
             rows = await self._port.fetch_each(UNDELIVERED, _each(unknown), **scope)
             found |= {name: Waiting(number, oldest) for name, number, oldest in rows}
@@ -361,7 +361,7 @@ def _each(names: Sequence[str]) -> list[dict[str, str]]:
 
 
 def _partitions_of(slots: Iterable[Slot]) -> dict[str, list[int]]:
-    """The partitions of each name."""
+    """Return the partitions of each name."""
     partitions: dict[str, list[int]] = {}
     for name, partition in slots:
         partitions.setdefault(name, []).append(partition)

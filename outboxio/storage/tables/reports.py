@@ -18,7 +18,7 @@ _HISTOGRAMS = ("durations", "lags")
 _WRITTEN = ", ".join((*_NUMBERS, *_HISTOGRAMS))
 _SELECT = f"SELECT h.handler_name, h.minute_date, h.{', h.'.join(_NUMBERS)}, {{text h.durations}}, {{text h.lags}}"
 
-# A histogram is a text within the rows, because MariaDB's JSON_TABLE reads no arrays.
+# Histograms are passed as text within the rows, because JSON_TABLE of MariaDB cannot read arrays.
 WRITE_MINUTES = Statement(f"""
 INSERT INTO eventlog.handler_minutes (namespace, instance, minute_date, handler_name, {_WRITTEN})
 SELECT :namespace, :instance, m.minute_date, m.handler_name, m.{", m.".join(_NUMBERS)},
@@ -35,8 +35,8 @@ ORDER BY h.minute_date, h.handler_name
     HandlerMinute,
 )
 
-# Each minute is a seek in the primary key: a day of all handlers may have 100,000 rows. On PostgreSQL, OFFSET 0 keeps
-# the planner from joining the two in a different way.
+# Each minute is a primary key lookup, because a day of all handlers may have 100,000 rows. On PostgreSQL, OFFSET 0
+# keeps the planner from choosing a different join.
 _THIS = "h.namespace = :namespace AND h.minute_date = m.minute_date AND h.handler_name = :handler"
 _OF_HANDLER = f"""
 {_SELECT} FROM {{rows :minutes m minute_date timestamp}}
@@ -76,14 +76,14 @@ REMOVE_REPORTS = delete("instance_reports", "namespace = :namespace AND last_see
 
 
 class Reports:
-    """Reads and writes what processes report: the runs of each handler by minute, and themselves."""
+    """Reads and writes the reports of processes: the runs of each handler by minute, and the state of the process."""
 
     def __init__(self, port: Port) -> None:
         self._port = port
 
     async def write_minutes(self, namespace: str, instance: str, minutes: Sequence[HandlerMinute]) -> None:
-        """Write the minutes of this process, in one statement. A row that exists is replaced."""
-        # All processes write, and so lock, the rows in the same order: that of the primary key.
+        """Write the minutes of this process in one statement. Existing rows are replaced."""
+        # All processes lock the rows in primary key order.
         rows = [
             {**asdict(minute), **{name: as_document(getattr(minute, name)) for name in _HISTOGRAMS}}
             for minute in sorted(minutes, key=_key)
@@ -92,32 +92,32 @@ class Reports:
             await self._port.execute(WRITE_MINUTES, namespace=namespace, instance=instance, minutes=rows)
 
     async def minutes(self, namespace: str, since: datetime) -> list[HandlerMinute]:
-        """The minutes of all handlers after a time, the processes added up."""
+        """Return the minutes of all handlers since a time, summed over all processes."""
         return _summed(await self._port.fetch(MINUTES, namespace=namespace, since=since))
 
     async def minutes_of(self, namespace: str, handler: str, minutes: Sequence[datetime]) -> list[HandlerMinute]:
-        """The rows of a handler name for these minutes, the oldest first, the processes added up.
+        """Return the rows of a handler name for these minutes, oldest first, summed over all processes.
 
-        Each minute is a seek in the primary key, so that the rows of other handlers cost nothing.
+        Each minute is a primary key lookup, so the rows of other handlers are not read.
         """
         rows = [{"minute_date": minute} for minute in minutes]
         values = {"namespace": namespace, "handler": handler, "minutes": rows}
         return _summed(await self._port.fetch(MINUTES_OF_HANDLER, **values)) if rows else []
 
     async def write_report(self, namespace: str, report: InstanceReport) -> None:
-        """Write the report of this process, in place of its former report."""
+        """Write the report of this process, replacing the previous one."""
         await self._port.execute(WRITE_REPORT, namespace=namespace, **asdict(report))
 
     async def reports(self, namespace: str, seen_since: datetime) -> list[InstanceReport]:
-        """The reports of the processes that were seen after a time, by name."""
+        """Return the reports of processes seen since a time, by name."""
         return await self._port.fetch(REPORTS, namespace=namespace, seen_since=seen_since)
 
     async def remove_report(self, namespace: str, instance: str) -> None:
-        """Remove the report of a process that leaves."""
+        """Remove the report of a process that shuts down."""
         await self._port.execute(REMOVE_REPORT, namespace=namespace, instance=instance)
 
     async def remove_old(self, namespace: str, minutes_before: datetime, seen_before: datetime, limit: int) -> int:
-        """Remove up to ``limit`` old rows of each table; the number of rows."""
+        """Remove up to ``limit`` old rows of each table; return the number of rows."""
         values = {"namespace": namespace, "limit": limit}
         removed = await self._port.execute(REMOVE_MINUTES, **values, before=minutes_before)
         return removed + await self._port.execute(REMOVE_REPORTS, **values, before=seen_before)
@@ -128,7 +128,7 @@ def _key(minute: HandlerMinute) -> tuple[datetime, str]:
 
 
 def _summed(minutes: Iterable[HandlerMinute]) -> list[HandlerMinute]:
-    """The minutes of several processes added up. Those of a minute and handler name are in a row."""
+    """Return the sums over processes. ``minutes`` is sorted by minute and handler name."""
     totals: list[HandlerMinute] = []
     for minute in minutes:
         if totals and _key(totals[-1]) == _key(minute):
@@ -139,7 +139,7 @@ def _summed(minutes: Iterable[HandlerMinute]) -> list[HandlerMinute]:
 
 
 def _sum(one: HandlerMinute, other: HandlerMinute) -> HandlerMinute:
-    """Two rows added up. Other versions may write more buckets or fewer."""
+    """Return the sum of two rows. Other versions may write more or fewer buckets."""
     numbers = {name: getattr(one, name) + getattr(other, name) for name in _NUMBERS}
     histograms = {
         name: tuple(map(sum, zip_longest(getattr(one, name), getattr(other, name), fillvalue=0)))

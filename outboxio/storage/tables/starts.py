@@ -18,9 +18,9 @@ FROM {rows :runs s notification_id id, handler_name text, starts int, started_da
 {upsert notification_id: starts, started_date from s}
 """)
 
-# The partition of the notification, if the run never ended. A row that was written after the record has had an outcome
-# of the run, or a change by an operator. LIMIT makes the lookup a probe of the primary key for each record, and no plan
-# knows an index of rows that are not in these states.
+# The partition of the notification if the run never ended. A row that was updated after the record has an outcome, or
+# was changed by an operator. LIMIT forces a primary key lookup for each record; NOT IN keeps the planner from using an
+# index over rows in other states.
 _NEVER_ENDED = """(
   SELECT n.partition_number FROM {table event_notifications primary n}
   WHERE n.id = s.notification_id AND n.state NOT IN ('SUCCEEDED', 'EXPIRED', 'DEAD', 'SKIPPED')
@@ -50,7 +50,7 @@ class Starts:
         self._admin = admin
 
     async def record(self, namespace: str, runs: Sequence[StartedRun], now: datetime) -> None:
-        """Write that the runs begin. A new record of a notification replaces the old record."""
+        """Record that runs start. A new record replaces the old record of the same notification."""
         rows = [
             {"notification_id": id, "handler_name": name, "starts": starts, "started_date": now}
             for id, name, starts in sorted((run.notification_id, run.handler_name, run.starts) for run in runs)
@@ -58,19 +58,19 @@ class Starts:
         await self._settle.execute(RECORD, namespace=namespace, runs=rows)
 
     async def find(self, namespace: str, names: Sequence[str]) -> list[StartedRun]:
-        """The recorded runs of the handler names that never ended.
+        """Return the recorded runs of these handler names that never ended.
 
-        Left out are runs of finished rows, and runs of rows that were written after the record: the run ended, or an
-        operator has requested a new start.
+        Runs of finished rows, and of rows that were updated after the record, are left out: there the run ended, or an
+        operator restarted the notification.
         """
         return await self._find.fetch(FIND, namespace=namespace, names=list(names)) if names else []
 
     async def remove(self, ids: Sequence[UUID]) -> int:
-        """Remove the records of runs that have ended; the number of records."""
+        """Remove the records of runs that have ended; return the number of records."""
         return await self._settle.execute(REMOVE, ids=sorted(ids)) if ids else 0
 
     async def remove_ended(self, namespace: str) -> int:
-        """Remove all records that :meth:`find` leaves out; the number of records."""
-        # Read first: most reads find no record, and a DELETE on MySQL would lock the notifications that it reads.
+        """Remove all records that :meth:`find` leaves out; return the number of records."""
+        # Read first: usually there is no record, and on MySQL a DELETE would lock the notifications that it reads.
         ended = await self._admin.fetch(ENDED, namespace=namespace)
         return await self._admin.execute(REMOVE, ids=sorted(ended)) if ended else 0

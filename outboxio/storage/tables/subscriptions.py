@@ -10,7 +10,7 @@ import msgspec
 
 from outboxio.handlers.options import Subscription
 from outboxio.model.lock_name import LockName
-from outboxio.storage.protocols.values import Announced, Holder, Orders, PartitionCount, Pause
+from outboxio.storage.protocols.values import Announced, ControlState, Holder, PartitionCount, Pause
 from outboxio.storage.statement import Jumps, Port, Query, Statement
 from outboxio.support.clock import utc_now
 
@@ -24,8 +24,8 @@ FROM {rows :subscriptions s handler_name text, event_type text, topic text, alia
   ordered bool}
 """
 _REPLACED = "aliases = excluded.aliases, priority = excluded.priority, ordered = excluded.ordered"
-# A process without partitions (an older version) writes last_seen_date only. So dates that differ show that one was
-# there, and older_seen_date keeps its date. MySQL assigns from left to right. SQLite has no partitions.
+# A process of an older version, without partitions, writes only last_seen_date. If the two dates differ, such a process
+# is running, and older_seen_date keeps its date. MySQL assigns from left to right. SQLite has no partitions.
 ANNOUNCE = Statement(
     "",
     postgres=f"""{_ANNOUNCE} ORDER BY s.handler_name, s.event_type, s.topic
@@ -56,12 +56,12 @@ WHERE namespace = :namespace
 )
 
 # A lease without a holder: acquired_date is the first announcement of the handler (decision 24).
-BEGIN = Statement("""
+SET_START_DATES = Statement("""
 INSERT INTO eventlog.leases (name, term, owner, acquired_date, released_term)
 SELECT b.name, 0, :owner, coalesce(b.date, {now}), 0 FROM {rows :begun b name text, date timestamp} WHERE TRUE
 ORDER BY b.name {keep leases: name}
 """)
-BEGUN = Query("SELECT name, acquired_date FROM eventlog.leases WHERE {among name :names}", tuple[str, datetime])
+START_DATES = Query("SELECT name, acquired_date FROM eventlog.leases WHERE {among name :names}", tuple[str, datetime])
 HOLDERS = Query(
     """
 SELECT name, owner, acquired_date, released_term >= term FROM eventlog.leases WHERE {among name :names} AND term > 0
@@ -69,7 +69,7 @@ SELECT name, owner, acquired_date, released_term >= term FROM eventlog.leases WH
     tuple[str, str, datetime, bool],
 )
 
-# Processes with different jobs have different locks, whose names end with a digest. A LIKE would ignore case on SQLite.
+# Processes with different jobs have different locks, whose names end in a digest. LIKE would ignore case on SQLite.
 JOB_HOLDERS = Query(
     """
 SELECT name, owner, acquired_date, released_term >= term FROM eventlog.leases
@@ -78,7 +78,7 @@ WHERE substr(name, 1, :length) = :prefix AND term > 0 ORDER BY name
     tuple[str, str, datetime, bool],
 )
 
-# A handler that is paused already keeps the date of the pause. MySQL assigns from left to right.
+# A handler that is already paused keeps the date of the pause. MySQL assigns from left to right.
 _PAUSE = """
 INSERT INTO eventlog.pauses (namespace, handler_name, paused_date) VALUES (:namespace, :handler_name, :now)
 """
@@ -101,7 +101,7 @@ WHERE namespace = :namespace AND handler_name = :handler_name AND ended_date IS 
 """)
 PAUSES = Query("SELECT handler_name, ended_date, paused_date FROM eventlog.pauses WHERE namespace = :namespace", Pause)
 
-# Each process reads both tables once a second: a single statement. A pause has no number of partitions.
+# Each process reads both tables once a second, so in a single statement. A pause has no partition count.
 _PAUSES = """
 SELECT handler_name, ended_date, NULL, NULL, NULL, NULL, NULL FROM eventlog.pauses WHERE namespace = :namespace
 """
@@ -109,18 +109,18 @@ _PARTITIONS = """
 SELECT handler_name, changed_date, partitions, active, declared, auto_number, waited_date
 FROM eventlog.handler_partitions WHERE namespace = :namespace
 """
-ORDERS = Query(
+CONTROL_STATE = Query(
     f"{_PAUSES} UNION ALL {_PARTITIONS}",
     tuple[str, datetime | None, int | None, int | None, int | None, int | None, datetime | None],
-    postgres=f"{_PARTITIONS} UNION ALL {_PAUSES}",  # the first part decides the types of the columns
+    postgres=f"{_PARTITIONS} UNION ALL {_PAUSES}",  # the first part determines the column types
     sqlite=_PAUSES,
 )
-# A process with runs also reads whether an operator wants a run cancelled. No handler has an empty name.
+# A process with runs in flight also reads whether an operator has cancelled runs. No handler has an empty name.
 _CANCELS = """
 SELECT '', NULL, NULL, NULL, NULL, NULL, NULL FROM {table operations operations_running}
 WHERE namespace = :namespace AND state = 'RUNNING' AND kind = 'cancel'
 """
-ORDERS_WITH_CANCELS = Query(
+CONTROL_STATE_WITH_CANCELS = Query(
     f"{_PAUSES} UNION ALL {_PARTITIONS} UNION ALL {_CANCELS}",
     tuple[str, datetime | None, int | None, int | None, int | None, int | None, datetime | None],
     postgres=f"{_PARTITIONS} UNION ALL {_PAUSES} UNION ALL {_CANCELS}",
@@ -129,7 +129,7 @@ ORDERS_WITH_CANCELS = Query(
 
 
 def _next_namespace(source: str, condition: str = "") -> str:
-    # In a subquery, because SQLite takes no LIMIT within a UNION.
+    # In a subquery, because SQLite does not allow LIMIT within UNION.
     return f"""SELECT n.namespace FROM (
   SELECT n.namespace FROM {source} WHERE n.namespace > :start {condition} ORDER BY n.namespace LIMIT 1) n"""
 
@@ -143,8 +143,8 @@ _OF_PROCESSES = " UNION ALL ".join(
 )  # fmt: skip
 _EVENTS = "{table events events_undelivered n}"
 _UNDELIVERED = _next_namespace(_EVENTS, "AND n.delivered = FALSE AND n.event_type IS NOT NULL")
-# Announced handlers, jobs, processes, finished runs and undelivered events. On MySQL delivered events, too, because the
-# index has all events, and those of a namespace without undelivered events would be read one by one.
+# Announced handlers, jobs, processes, finished runs and undelivered events. On MySQL also delivered events: the index
+# has all events, and those of a namespace without undelivered events would be read one by one.
 NAMESPACES = Jumps(
     f"SELECT min(f.namespace) FROM ({_OF_PROCESSES} UNION ALL {_UNDELIVERED}) f",
     mysql=f"SELECT min(f.namespace) FROM ({_OF_PROCESSES} UNION ALL {_next_namespace(_EVENTS)}) f",
@@ -162,8 +162,8 @@ class Subscriptions:
         self._port = port
 
     async def announce(self, namespace: str, subscriptions: Sequence[Subscription], now: datetime) -> None:
-        """Write the subscriptions of this process's handlers, seen at ``now``."""
-        # All processes write, and so lock, the rows in the same order: that of MySQL's unique index.
+        """Write the subscriptions of the handlers of this process, seen at ``now``."""
+        # All processes lock the rows in the same order: that of the unique index on MySQL.
         rows = [
             {
                 "handler_name": s.handler_name, "event_type": s.event_type, "topic": s.topic,
@@ -175,69 +175,70 @@ class Subscriptions:
             await self._port.execute(ANNOUNCE, namespace=namespace, now=now, subscriptions=rows)
 
     async def announced(self, namespace: str) -> list[Announced]:
-        """The subscriptions of all handlers of a namespace, of any age."""
+        """Return the subscriptions of all handlers of a namespace, however old."""
         return await self._port.fetch(ANNOUNCED, namespace=namespace)
 
-    async def begin(self, begun: Mapping[LockName, datetime | None], owner: str) -> None:
-        """Write into ``leases`` when handlers were first announced. An existing date stays.
+    async def set_start_dates(self, dates: Mapping[LockName, datetime | None], owner: str) -> None:
+        """Store the start dates of handlers in ``leases``. Existing dates are kept.
 
         ``None``: now, by the clock of the database.
         """
         rows = [
-            {"name": name.lease, "date": date and date.isoformat(" ", "microseconds")} for name, date in begun.items()
+            {"name": name.lease, "date": date and date.isoformat(" ", "microseconds")} for name, date in dates.items()
         ]
         if rows:
-            await self._port.execute(BEGIN, begun=rows, owner=owner, process_now=utc_now())
+            await self._port.execute(SET_START_DATES, begun=rows, owner=owner, process_now=utc_now())
 
-    async def begun(self, names: Sequence[LockName]) -> dict[LockName, datetime]:
-        """The dates that the first :meth:`begin` of any process wrote under these names."""
+    async def start_dates(self, names: Sequence[LockName]) -> dict[LockName, datetime]:
+        """Return the start dates that were stored first under these names."""
         by_lease = {name.lease: name for name in names}
-        rows = await self._port.fetch(BEGUN, names=list(by_lease)) if names else []
+        rows = await self._port.fetch(START_DATES, names=list(by_lease)) if names else []
         return {by_lease[lease]: date for lease, date in rows}
 
     async def holders(self, names: Sequence[LockName]) -> dict[LockName, Holder]:
-        """The last holders of these locks. A lock that was never taken has none."""
+        """Return the last holders of these locks. Locks that were never acquired are left out."""
         by_lease = {name.lease: name for name in names}
         rows = await self._port.fetch(HOLDERS, names=list(by_lease)) if names else []
         return {by_lease[lease]: Holder(owner, since, given_back) for lease, owner, since, given_back in rows}
 
     async def job_holders(self, namespace: str) -> dict[str, Holder]:
-        """The last holders of the locks under which jobs run, by the name of the lease."""
+        """Return the last holders of the job locks, by lease name."""
         prefix = f"{LockName(namespace, 'jobs').lease}/"
         rows = await self._port.fetch(JOB_HOLDERS, prefix=prefix, length=len(prefix))
         return {lease: Holder(owner, since, given_back) for lease, owner, since, given_back in rows}
 
     async def namespaces(self) -> list[str]:
-        """The namespaces that processes or waiting events have, by jumps in the indexes."""
+        """Return the namespaces of processes and waiting events, by jumps along the indexes."""
         return await self._port.fetch(NAMESPACES)
 
     async def routable_names(self, namespace: str, seen_since: datetime) -> set[str]:
-        """The names, aliases included, of all handlers that a process announced after ``seen_since``."""
+        """Return the names and aliases of all handlers that a process announced after ``seen_since``."""
         return {n for one in await self.announced(namespace) if one.last_seen_date > seen_since for n in one.names}
 
     async def names_of(self, namespace: str, handler_name: str) -> set[str]:
-        """The handler name, and all aliases that were ever announced with it."""
+        """Return the handler name and all aliases that were ever announced with it."""
         announced = await self.announced(namespace)
         return {handler_name, *(name for one in announced if one.handler_name == handler_name for name in one.names)}
 
     async def pause(self, namespace: str, handler_name: str, now: datetime) -> None:
-        """Pause a handler. A handler that is paused already keeps the date of the pause."""
+        """Pause a handler. A handler that is already paused keeps the date of the pause."""
         await self._port.execute(PAUSE, namespace=namespace, handler_name=handler_name, now=now)
 
     async def unpause(self, namespace: str, handler_name: str, now: datetime) -> int:
-        """End the pause of a handler: 1, or 0 if the handler was not paused."""
+        """Resume a paused handler; return 1, or 0 if it was not paused."""
         return await self._port.execute(UNPAUSE, namespace=namespace, handler_name=handler_name, now=now)
 
     async def pauses(self, namespace: str) -> list[Pause]:
-        """All pauses, ended ones included: the retention of rows that waited counts from the end of the pause."""
+        """Return all pauses, also ended ones: the retention of rows that waited counts from the end of the pause."""
         return await self._port.fetch(PAUSES, namespace=namespace)
 
-    async def orders(self, namespace: str, *, cancels: bool = False) -> Orders:
-        """All pauses, and all numbers of partitions; with ``cancels`` also whether runs are to be cancelled."""
-        rows = await self._port.fetch(ORDERS_WITH_CANCELS if cancels else ORDERS, namespace=namespace)
+    async def control_state(self, namespace: str, *, cancels: bool = False) -> ControlState:
+        """Return the pauses and partition counts, and with ``cancels`` whether runs should be cancelled."""
+        query = CONTROL_STATE_WITH_CANCELS if cancels else CONTROL_STATE
+        rows = await self._port.fetch(query, namespace=namespace)
         if not rows:
-            return Orders([], [])
-        return Orders(
+            return ControlState([], [])
+        return ControlState(
             [Pause(name, ended) for name, ended, number, *_ in rows if number is None and name],
             [
                 PartitionCount(name, number, active or number, changed, declared or 1, auto, waited)
@@ -248,11 +249,11 @@ class Subscriptions:
         )
 
     async def forget(self, namespace: str, handler_name: str) -> int:
-        """Remove the subscriptions of a handler; the number of rows."""
+        """Remove the subscriptions of a handler; return the number of rows."""
         return await self._port.execute(FORGET, namespace=namespace, handler_name=handler_name)
 
 
 def _names_digest(subscription: Subscription) -> tuple[bytes, ...]:
-    """The parts of the column ``names_digest``, in the order of its index."""
+    """Return the parts of the column ``names_digest``, which orders the unique index on MySQL."""
     names = (subscription.handler_name, subscription.event_type, subscription.topic)
     return tuple(sha256(name.encode()).digest() for name in names)

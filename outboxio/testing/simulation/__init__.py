@@ -1,4 +1,4 @@
-"""Deterministic simulation: an application's processes in virtual time, with faults that a seed chooses."""
+"""Deterministic simulation: an application's processes in virtual time, with faults that depend on the seed."""
 
 from outboxio.testing.simulation.loop import SimulationFailed
 from outboxio.testing.simulation.simulate import simulate

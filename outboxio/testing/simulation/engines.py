@@ -1,8 +1,6 @@
-"""Engines of SQLAlchemy on the database of a simulation, whose driver is aiosqlite without its thread.
+"""SQLAlchemy engines on the database of a simulation. Their driver is aiosqlite without its thread.
 
-Whether a handler of a simulated process runs, and the line of the application at which it waits.
-
-What a simulation needs of the scenario and of the application's outbox, refused with the fix.
+Also: where a handler of a simulated process waits, and checks of the scenario and of your outbox.
 """
 
 from __future__ import annotations
@@ -29,13 +27,13 @@ from outboxio.testing.simulation.machine import Host, SimulatedThread
 
 
 def make_engine(host: Host, options: dict[str, Any]) -> AsyncEngine:
-    """An engine of a process, with the options of ``create_async_engine``."""
+    """Create an engine for a process, with the options of ``create_async_engine``."""
 
     def connect(*args: Any, **keywords: Any) -> SimulatedConnection:
         if host.scheduler.running is not host:
             raise RuntimeError(
                 f"an engine of {host.name} was used in another process: call world.engine() in make_outbox, so that "
-                "each process has an engine of its own"
+                "each process has its own engine"
             )
         return SimulatedConnection(host, partial(sqlite3.connect, *args, **keywords))
 
@@ -67,7 +65,7 @@ class SimulatedConnection(aiosqlite.Connection):
 
 
 class _Jobs:
-    """Stands for the queue of aiosqlite's thread."""
+    """Replaces the queue of aiosqlite's thread."""
 
     def __init__(self, thread: SimulatedThread) -> None:
         self._thread = thread
@@ -106,7 +104,7 @@ _CALLS = f"{_OURS}runs{os.sep}invoker.py"
 
 
 def place_in_work(host: Host, outbox: Outbox) -> str:
-    """What a process does with its handlers at the moment, for "is killed ..."; empty if it does nothing."""
+    """Return what a process is doing with its handlers, for "is killed ..."; empty if nothing."""
     for task in host.loop.tasks:
         if not task.done() and (lines := _lines_in_handler(frames_of(task))):
             return f" at {lines[-1]}" + (f", called at {lines[0]}" if len(lines) > 1 else "")
@@ -118,7 +116,7 @@ def place_in_work(host: Host, outbox: Outbox) -> str:
 
 
 def _lines_in_handler(frames: list[FrameType]) -> list[str]:
-    """The lines of the application in a handler, from the handler to the innermost function."""
+    """Return the lines of your code in a handler, from the handler to the innermost function."""
     names = [frame.f_code.co_filename for frame in frames]
     if not any(name.startswith(_CALLS) for name in names):
         return []
@@ -126,7 +124,7 @@ def _lines_in_handler(frames: list[FrameType]) -> list[str]:
 
 
 class InFlight:
-    """Whether a process runs a handler, or has an outcome that is not written."""
+    """Tracks whether a process is running a handler or has an unwritten outcome."""
 
     def __init__(self, outbox: Outbox) -> None:
         # Runs in flight are internal to outboxio, and so is the simulation.
@@ -155,11 +153,11 @@ class InFlight:
 
 
 def refuse_event_loop() -> None:
-    """Raises RuntimeError in a coroutine."""
+    """Raise RuntimeError if an event loop is running."""
     if asyncio._get_running_loop() is not None:
         raise RuntimeError(
-            "simulate() runs event loops of its own and blocks: call it from a plain function (def test_...), and not "
-            "in a running event loop"
+            "simulate() runs its own event loops and blocks: call it from a plain function (def test_...), not in "
+            "a running event loop"
         )
 
 
@@ -172,7 +170,7 @@ def checked_scenario(scenario: Any) -> Any:
 
 
 def checked_seeds(seeds: Iterable[int]) -> list[int]:
-    """Raises TypeError or ValueError."""
+    """Return the seeds as a list. Raises TypeError or ValueError."""
     found = list(seeds)
     # The caller may have no type checker.
     if wrong := [seed for seed in found if type(seed) is not int]:  # pyright: ignore[reportUnnecessaryComparison]  # callers may not be typed
@@ -183,13 +181,13 @@ def checked_seeds(seeds: Iterable[int]) -> list[int]:
 
 
 def checked_outbox(made: Any, url: str, engines: Collection[Any]) -> Outbox:
-    """What ``make_outbox`` has returned. Raises TypeError, or ConfigurationError for another database.
+    """Return what ``make_outbox`` returned. Raises TypeError, or ConfigurationError for another database.
 
     ``engines``: the engines that the simulation runs.
     """
     if not isinstance(made, Outbox):
-        raise TypeError(f"make_outbox(database) must return an Outbox, and has returned {made!r}")
-    # Pyright is silenced where the simulation, a part of outboxio, reads the shards, the path and the engine inside.
+        raise TypeError(f"make_outbox(database) must return an Outbox, but returned {made!r}")
+    # The simulation is a part of outboxio, so it may read the private shards, path and engine.
     for name, shard in made._shards.items():  # pyright: ignore[reportPrivateUsage]
         database = shard.database
         if not isinstance(database, SqliteDatabase):
@@ -200,13 +198,13 @@ def checked_outbox(made: Any, url: str, engines: Collection[Any]) -> Outbox:
             found = f"is in the file {database._path}"  # pyright: ignore[reportPrivateUsage]
         elif (given := database._engine) is not None and given._engine not in engines:  # pyright: ignore[reportPrivateUsage]
             raise ConfigurationError(
-                "the engine of the outbox has threads, which a simulation cannot run: make it with world.engine() in "
-                "place of create_async_engine()"
+                "the engine of the outbox has threads, which a simulation cannot run: create it with world.engine() "
+                "instead of create_async_engine()"
             )
         else:
             continue
         raise ConfigurationError(
-            f"shard {name!r} of the outbox {found}, and a simulation has only its own database: make_outbox(database) "
+            f"shard {name!r} of the outbox {found}, but a simulation has only its own database: make_outbox(database) "
             "must return Outbox(database, ...)"
         )
     return made

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from outboxio.testing.simulation.loop import resolve
 from outboxio.testing.simulation.world import Process, World
 
-DIES_WITHIN = 3.0  # seconds in which a process reaches the step at which it is killed; otherwise it lives on
+DIES_WITHIN = 3.0  # seconds for a process to reach the step at which it is killed; otherwise it survives
 PAUSE = 1.5  # seconds between two faults, at most
 CLOCK_JUMPS = (-3600.0, -5.0, 5.0, 90.0, 3600.0)
 
@@ -18,7 +18,7 @@ CLOCK_JUMPS = (-3600.0, -5.0, 5.0, 90.0, 3600.0)
 class Faults:
     """Injects one to six faults into the processes of a world, one after the other.
 
-    A process into which the scenario has a call under way is not killed and not cut off: the scenario would have to
+    A process is not killed or cut off while the scenario waits for a call into it; otherwise the scenario would have to
     handle the failure of each call.
     """
 
@@ -45,7 +45,7 @@ class Faults:
                 victim, kind = self._random.choice(victims), self._random.choice(self._kinds)
                 self._world.scheduler.note(victim.host, f"** fault: {kind}")
                 await FAULTS[kind](self, victim)
-            for process in self._world.processes:  # a supervisor starts killed processes again
+            for process in self._world.processes:  # a supervisor restarts killed processes
                 if not process.host.is_alive and self._random.random() < 0.7:
                     await self._world.restart(process)
 
@@ -92,9 +92,9 @@ class Faults:
         victim.host.answers_after = 0.0
 
     async def leave(self, victim: Process) -> None:
-        """A deployment ends the process."""
+        """End the process, as a deployment does."""
         if not victim.host.calls:
-            victim.ask_to_leave()
+            victim.request_stop()
             await self._world.until(lambda: not victim.is_alive, 20)
 
     async def stop_database(self, victim: Process) -> None:
@@ -104,7 +104,7 @@ class Faults:
             self._world.disk.is_stopped = False
 
     async def make_unreliable(self, victim: Process) -> None:
-        """Some jobs fail, so that errors come between any two steps."""
+        """Let some jobs fail, so that errors occur between any two steps."""
         if not self._has_calls():
             self._world.disk.errors = self._random.choice((0.05, 0.3))
             await asyncio.sleep(self._random.random() ** 2 * 4)
@@ -117,7 +117,7 @@ class Faults:
             self._world.disk.is_read_only = False
 
     async def occupy_database(self, victim: Process) -> None:
-        """Somebody else has a transaction open that writes."""
+        """Hold a write transaction open, as another program would."""
         connection = sqlite3.connect(self._world.disk.path, isolation_level=None, check_same_thread=False)
         try:
             connection.execute("PRAGMA busy_timeout = 0").close()

@@ -1,6 +1,6 @@
 """An event loop without a thread and without sockets: a scheduler calls its callbacks one at a time.
 
-The scheduler of a simulation: virtual time, and one callback of one process at a time, chosen by the seed.
+Also the scheduler of a simulation: virtual time, and one callback of one process at a time, chosen by the seed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
-FORGET_ENDED = 200  # tasks of a loop after which ended tasks are forgotten
+FORGET_ENDED = 200  # a loop with more tasks forgets those that have ended
 REAL_ONLY = (
     "create_connection", "create_server", "create_datagram_endpoint", "create_unix_connection", "create_unix_server",
     "getaddrinfo", "getnameinfo", "sock_connect", "sock_accept", "sock_recv", "sock_sendall", "add_reader",
@@ -33,7 +33,7 @@ REAL_ONLY = (
 
 
 class SimulatedLoop(asyncio.BaseEventLoop):
-    """The callbacks of a simulated process that are ready, first in, first out as asyncio promises.
+    """The callbacks of a simulated process that are ready, first in, first out as asyncio guarantees.
 
     The callbacks of a thread (``is_thread``) see no running event loop.
     """
@@ -44,7 +44,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         self.ready: deque[asyncio.Handle] = deque()
         self.tasks: list[asyncio.Task[Any]] = []
         self.problems: list[str] = []
-        """What asyncio reports to the exception handler, such as an exception that nobody retrieves."""
+        """What asyncio reports to the exception handler, such as an exception that is never retrieved."""
         self._is_closed = False
         host.scheduler.loops.append(self)
 
@@ -85,14 +85,14 @@ class SimulatedLoop(asyncio.BaseEventLoop):
 
     def create_task(self, coro: Any, **options: Any) -> asyncio.Task[Any]:
         task = asyncio.Task(coro, loop=self, **options)
-        # The coroutine of a killed process is kept: to free it would run its `finally` blocks.
+        # The coroutine of a killed process is kept: freeing it would run its `finally` blocks.
         self.tasks.append(task)
         if len(self.tasks) > FORGET_ENDED:
             self.tasks = [each for each in self.tasks if not each.done()]
         return task
 
     def run_in_executor(self, executor: object, func: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
-        """``asyncio.to_thread``: the call happens at once, after the time that a thread takes."""
+        """Call a function for ``asyncio.to_thread`` in one step, after the time that a thread takes."""
         return self.host.in_thread(self, func, *args)
 
     def is_running(self) -> bool:
@@ -121,7 +121,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
     async def shutdown_default_executor(self, timeout: float | None = None) -> None: ...
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """The scheduler drops a cancelled timer when its time has come."""
+        """Do nothing: the scheduler drops a cancelled timer when it is due."""
 
     def _require_open(self) -> None:
         if self._is_closed:
@@ -139,7 +139,7 @@ for _name in REAL_ONLY:
 
 
 def resolve(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
-    """Give a future its result or error, unless it is cancelled."""
+    """Set the result or the error of a future, unless it is cancelled."""
     if future.done():
         return
     if error is not None:
@@ -158,7 +158,7 @@ class Stuck(Exception):
 
 
 class Scheduler:
-    """Steps the event loops of all processes. The same seed chooses the same order.
+    """Runs the callbacks of all processes, one at a time. The same seed chooses the same order.
 
     ``now`` is the virtual time in seconds. ``trace`` has a line for each step if ``record`` is true; otherwise a step
     costs no more than its callback.
@@ -177,18 +177,18 @@ class Scheduler:
         self._numbers = itertools.count()
 
     def push(self, when: float, loop: SimulatedLoop, handle: asyncio.Handle) -> None:
-        """Make a callback of a loop ready at a time."""
+        """Schedule a callback of a loop for a time."""
         heapq.heappush(self._timers, (when, next(self._numbers), loop, handle))
 
     def latency(self) -> float:
-        """The seconds that a thread or the database takes: mostly few, now and then many."""
+        """Return the seconds that a thread or the database takes: mostly few, sometimes many."""
         chance, share = self.random.random(), self.random.random()
         if chance < 0.6:
             return 2e-5 + 2e-4 * share
         return 2e-3 * share if chance < 0.97 else 0.05 * share
 
     def step(self) -> None:
-        """Run the next callback, or let the time pass until there is one. Raises :class:`Stuck`."""
+        """Run the next callback, or advance the time until there is one. Raises :class:`Stuck`."""
         timers, now = self._timers, self.now
         while timers and timers[0][0] <= now:
             _, _, loop, handle = heapq.heappop(timers)
@@ -203,7 +203,7 @@ class Scheduler:
             self._call(loop, handle)
 
     def step_others(self, host: Host) -> None:
-        """A callback of a process waits without giving its event loop back: let the others go on."""
+        """Let the other processes continue while a callback of this one blocks its event loop."""
         host.is_blocked = True
         try:
             self.step()
@@ -211,7 +211,7 @@ class Scheduler:
             host.is_blocked = False
 
     def enter(self, host: Host, loop: SimulatedLoop | None) -> Callable[[], None]:
-        """Make code run in a process until the returned function is called."""
+        """Run code as part of a process until the returned function is called."""
         former = self.running, events._get_running_loop()
         self.running = host
         events._set_running_loop(loop)
@@ -223,12 +223,12 @@ class Scheduler:
         return leave
 
     def note(self, host: Host, what: str) -> None:
-        """Add a line that is no step to the trace."""
+        """Add a line to the trace that is not a step."""
         if self.trace is not None:
             self.trace.append(noted(self.now, self.steps, host.name, what))
 
     def timers_of(self, host: Host) -> list[str]:
-        """The timers that a process has left behind."""
+        """List the pending timers of a process."""
         return [name_of(h) for _, _, loop, h in self._timers if loop is host.loop and not h.cancelled()]
 
     def forget_timers(self) -> None:
@@ -278,7 +278,7 @@ def qualname(task: asyncio.Task[Any]) -> str:
 
 
 def name_of(handle: asyncio.Handle) -> str:
-    """The name of a callback, without addresses."""
+    """Return the name of a callback, without addresses."""
     callback: Any = handle._callback  # type: ignore[attr-defined]
     while hasattr(callback, "func"):
         callback = callback.func
@@ -289,21 +289,21 @@ def name_of(handle: asyncio.Handle) -> str:
 
 
 def _place_of(handle: asyncio.Handle) -> str:
-    """The innermost line at which a task goes on."""
+    """Return the innermost line at which a task continues."""
     owner = getattr(handle._callback, "__self__", None)  # type: ignore[attr-defined]
     frames = frames_of(owner) if isinstance(owner, asyncio.Task) else []
     return f"  {place_of(frames[-1])}" if frames else ""
 
 
 def place_of(frame: FrameType) -> str:
-    """A line of code: ``shop/handlers.py:22 in charge``."""
+    """Return a line of code: ``shop/handlers.py:22 in charge``."""
     path = frame.f_code.co_filename.split(os.sep)
     name = frame.f_code.co_qualname.rpartition("<locals>.")[2]
     return f"{'/'.join(path[-2:])}:{frame.f_lineno} in {name}"
 
 
 def frames_of(task: asyncio.Task[Any]) -> list[FrameType]:
-    """The frames of a task that waits, the outermost first."""
+    """Return the frames of a waiting task, the outermost first."""
     found: list[FrameType] = []
     waiting: Any = task.get_coro()
     while waiting is not None:
@@ -321,14 +321,14 @@ def frames_of(task: asyncio.Task[Any]) -> list[FrameType]:
 
 
 NOTED = " ** "
-"""Marks the lines of a trace that are no steps: starts, faults and kills of processes, and outcomes of handlers."""
+"""Marks the lines of a trace that are not steps: starts, faults and kills of processes, and outcomes of handlers."""
 
 
 MOST_LINES = 40
 
 
 class SimulationFailed(AssertionError):
-    """A scenario has failed, or a promise of outboxio was broken.
+    """A scenario failed, or a promise of outboxio was broken.
 
     ``seed`` repeats the failure: ``simulate(scenario, seeds=[seed])``. ``trace`` has a line for each step, with the
     virtual time in seconds, the number of the step, the process and the callback. The message has the lines about
@@ -336,7 +336,7 @@ class SimulationFailed(AssertionError):
     """
 
     def __init__(self, seed: int, why: str, trace: list[str], repeat: str, notice: str = "") -> None:
-        """``repeat``: the call that repeats the failure. ``notice``: why it may not be repeated."""
+        """``repeat``: the call that repeats the failure. ``notice``: why the failure may not be repeatable."""
         super().__init__(seed, why, trace, repeat, notice)
         self.seed, self.why, self.trace, self.repeat, self.notice = seed, why, trace, repeat, notice
 
@@ -346,21 +346,21 @@ class SimulationFailed(AssertionError):
 
     @property
     def events(self) -> str:
-        """What happened with this seed, a line for each event."""
+        """Return what happened with this seed, one line for each event."""
         found = [_columns(*line.split(NOTED, 1)) for line in self.trace if NOTED in line]
         skipped = len(found) - MOST_LINES
         if skipped > 0:
-            found[: skipped + 1] = [f"  ... {skipped + 1} lines more are in the trace"]
+            found[: skipped + 1] = [f"  ... {skipped + 1} more lines are in the trace"]
         return "\n".join([f"With seed {self.seed}, by virtual seconds:", *found])
 
 
 def noted(time: float, step: int, process: str, what: str) -> str:
-    """A line of the trace."""
+    """Return a line of the trace."""
     return f"{time:11.6f} {step:6d} {process:12} {what}"
 
 
 def merged(trace: list[str], others: list[str]) -> list[str]:
-    """The lines of both, in the order of the steps."""
+    """Merge the lines of both, in the order of the steps."""
     return sorted([*trace, *others], key=lambda line: int(line[12:18]))
 
 

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 START = 1_767_225_600  # 2026-01-01, in seconds since 1970: the wall time at which each simulation begins
 BUSY_FOR = 5.0  # virtual seconds for which a job waits for the write lock, as in a real process
-BUSY_AGAIN = (0.0005, 0.004)  # seconds after which a job tries again
+BUSY_AGAIN = (0.0005, 0.004)  # a job retries after a number of seconds in this range
 
 Answer = Callable[[Any, BaseException | None], object]
 
@@ -47,16 +47,16 @@ class Disk:
         self.most_shifted = max(self.most_shifted, self.wall_shift)
 
     def holder(self, namespace: str, handler: str) -> str | None:
-        """The process that holds the lock of a handler."""
+        """Return the process that holds the lock of a handler."""
         held = self.locks.get(_lock_of(namespace, handler))
         return None if held is None else held.host.name
 
 
 class Call(Protocol):
-    """A call of the scenario into a process."""
+    """A call by the scenario into a process."""
 
     def killed(self) -> None:
-        """The process was killed before the call has ended."""
+        """Handle the death of the process before the call has ended."""
         ...
 
 
@@ -71,7 +71,7 @@ class Host:
         self.is_cut_off = False
         """True while no statement of the process reaches the database."""
         self.answers_after = 0.0
-        """Seconds by which the database's answers are late."""
+        """The delay of the database's answers, in seconds."""
         self.slowness = 0.0
         """Seconds that each callback takes."""
         self.free_at = 0.0
@@ -81,17 +81,17 @@ class Host:
         self.died_at: float | None = None
         self.connections: list[SimulatedThread] = []
         self.calls: dict[Call, None] = {}
-        """The calls of the scenario into this process that are under way."""
+        """The calls of the scenario into this process that are in progress."""
         self.loop = SimulatedLoop(self)
         self.threads = SimulatedLoop(self, is_thread=True)
 
     @property
     def has_callbacks(self) -> bool:
-        """True while a callback is ready, or an answer of the database is late."""
+        """True while a callback is ready, or an answer of the database is delayed."""
         return bool(self.loop.ready or self.threads.ready or self.answers_after)
 
     def raised_term(self, lease: str) -> None:
-        """The process has raised the term of a lease."""
+        """Note that the process has raised the term of a lease."""
         for lock in self.disk.locks.values():
             if lock.host is self and lock.lease == lease:
                 lock.proven_at = self.scheduler.now
@@ -105,7 +105,7 @@ class Host:
             self.free_at = now + self.slowness
 
     def kill(self) -> None:
-        """End without running any further code: SQLite rolls back, and locks are free."""
+        """End without running any further code: SQLite rolls back, and locks are released."""
         self.is_alive, self.died_at = False, self.scheduler.now
         for connection in self.connections:
             connection.cut()
@@ -115,11 +115,11 @@ class Host:
             call.killed()
 
     def call(self, work: Callable[[], Coroutine[Any, Any, Any]]) -> None:
-        """Begin a task in this process."""
+        """Start a task in this process."""
         self.loop.call_soon(lambda: self.loop.create_task(work()))
 
     def in_thread(self, loop: asyncio.AbstractEventLoop, function: Callable[..., T], *args: Any) -> asyncio.Future[T]:
-        """Call a function in a thread of this process, later."""
+        """Call a function in a thread of this process after a delay."""
         ended: asyncio.Future[T] = loop.create_future()
 
         def call() -> None:
@@ -135,17 +135,18 @@ class Host:
         return ended
 
     def later(self, call: Callable[[], object], after: float | None = None) -> None:
-        """Call in a thread after so many seconds, by default after the time that a thread takes."""
+        """Call in a thread after ``after`` seconds, by default after the time that a thread takes."""
         scheduler = self.scheduler
         delay = scheduler.latency() if after is None else after
         scheduler.push(scheduler.now + delay, self.threads, asyncio.Handle(call, (), self.threads))
 
 
 class SimulatedMachine:
-    """Answers for the process whose callback runs. ``outboxio.support.machine.use`` puts it in place."""
+    """Provides the clocks and the randomness of the process whose callback runs; installed with
+    ``outboxio.support.machine.use``."""
 
     def __init__(self, scheduler: Scheduler, outside: Host) -> None:
-        """``outside``: the host of code that runs in no process."""
+        """``outside``: the host of code that does not run in a process."""
         self._scheduler = scheduler
         self._outside = outside
 
@@ -202,7 +203,7 @@ class SimulatedMachine:
 
 
 class SimulatedThread:
-    """A SQLite connection: its jobs happen in order, each after a virtual time, and wait for the write lock in it."""
+    """A SQLite connection whose jobs run in order, each after a delay; they wait for the write lock in virtual time."""
 
     def __init__(self, host: Host, connect: Callable[[], sqlite3.Connection]) -> None:
         self._host, self._connect = host, connect
@@ -218,7 +219,7 @@ class SimulatedThread:
 
     @property
     def is_busy(self) -> bool:
-        """True while a job waits, or is under way."""
+        """True while a job waits or runs."""
         return bool(self._jobs)
 
     def put(self, work: Work[Any] | None, answer: Answer, /) -> None:
@@ -227,7 +228,7 @@ class SimulatedThread:
             self._serve_later()
 
     def run_blocking(self, work: Work[T]) -> T:
-        """The event loop of this process stands still meanwhile; other processes go on while the database is busy."""
+        """Block the event loop of this process while the database is busy; other processes continue."""
         scheduler = self._host.scheduler
         while self._jobs:
             self._serve()
@@ -241,11 +242,11 @@ class SimulatedThread:
             scheduler.step_others(self._host)
 
     def cut(self) -> None:
-        """The process is killed."""
+        """Close the connection without running its jobs, because the process was killed."""
         self._jobs.clear()
         if self._sqlite is not None:
             with contextlib.suppress(sqlite3.Error):
-                self._sqlite.rollback()  # a cursor that is in memory keeps the locks of a closed connection
+                self._sqlite.rollback()  # a cursor still in memory keeps the locks of a closed connection
                 self._sqlite.close()
             self._sqlite = None
 
@@ -254,7 +255,7 @@ class SimulatedThread:
         self._host.later(self._serve, after)
 
     def _serve(self) -> None:
-        """Do the first job, as the thread would."""
+        """Run the first job, as the thread would."""
         self._is_serving = False
         if not self._jobs:
             return
@@ -312,7 +313,7 @@ class SimulatedThread:
 
 
 def prepare(sqlite: sqlite3.Connection, host: Host) -> None:
-    """Make a connection deterministic and cheap, and let the trigger know who writes."""
+    """Make a connection deterministic and cheap, and record for the triggers which process writes."""
     sqlite.execute("PRAGMA busy_timeout = 0").close()  # jobs wait in virtual time
     sqlite.execute("PRAGMA synchronous = OFF").close()
     sqlite.create_function("random", 0, lambda: host.random.getrandbits(64) - (1 << 63))
@@ -320,14 +321,14 @@ def prepare(sqlite: sqlite3.Connection, host: Host) -> None:
 
 
 class SimulatedLock:
-    """A cluster lock, until it is given back, its process dies, or is unresponsive for longer than ``lock_silence``."""
+    """A cluster lock: held until it is released, or its process dies or is unresponsive for ``lock_silence``."""
 
     def __init__(self, host: Host, name: LockName) -> None:
         self.host, self.name, self.lease = host, name.text, name.lease
         self.ends_by_silence = name.role != "lock"
         self.proven_at: float | None = None
-        """When the process has last looked at the lock, or has raised its term. Before that the lock is not lost: on a
-        server, a process that has lost the lock cannot raise the term."""
+        """When the process last looked at the lock or raised its term. Up to then the lock was not lost: on a server, a
+        process that has lost the lock cannot raise the term."""
 
     @property
     def is_ours(self) -> bool:
@@ -368,7 +369,7 @@ class SimulatedLocks:
         lock = locks[name.text] = SimulatedLock(self._host, name)
         return lock
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         for lock in [lock for lock in self._host.disk.locks.values() if lock.host is self._host]:
             lock.release()
 

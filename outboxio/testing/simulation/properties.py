@@ -70,7 +70,10 @@ def record_writer(
     holder: Callable[[str, str], str | None],
     raised: Callable[[str], None],
 ) -> None:
-    """Let the triggers know which process writes at which step. ``raised`` is called with a lease whose term rises."""
+    """Create the SQL functions that give the triggers the writing process and its step.
+
+    ``raised`` is called with a lease whose term rises.
+    """
     sqlite.create_function("simulated_process", 0, lambda: name)
     sqlite.create_function("simulated_step", 0, lambda: scheduler.steps)
     sqlite.create_function("simulated_time", 0, lambda: scheduler.now)
@@ -89,8 +92,8 @@ class Properties:
         """The handlers whose keys wait for an operator behind a DEAD or EXPIRED row."""
         self._types: set[str] = set()
 
-    def know(self, outbox: Outbox) -> None:
-        """Learn the handlers of a process."""
+    def add_handlers_of(self, outbox: Outbox) -> None:
+        """Add the handlers of a process."""
         # The options of handlers are internal to outboxio, and so is the simulation.
         registry = outbox._handlers  # pyright: ignore[reportPrivateUsage]
         self._ordered.update(handler.name for handler in registry if handler.options.ordered)
@@ -109,7 +112,7 @@ class Properties:
             self._connection = None
 
     def unfinished(self) -> list[str]:
-        """The notifications that are not terminal, and the events without notifications, a sentence each."""
+        """Describe the notifications that are not terminal and the events without notifications, one sentence each."""
         found = [
             f"a notification of {handler} is {state} after {attempts} attempts: {payload}"
             + (f", the last error is {error}: {message}" if error else "")
@@ -121,7 +124,7 @@ class Properties:
         ]
 
     def outcomes(self) -> list[str]:
-        """A line of the trace for each change of a state."""
+        """Return a line of the trace for each change of a state."""
         return [
             noted(
                 time, step, process, f"** {handler} with {payload}: {before} -> {after}{_shown(error, message, after)}"
@@ -130,7 +133,7 @@ class Properties:
         ]
 
     def check(self) -> None:
-        """Raises AssertionError with all broken promises."""
+        """Raise AssertionError with all broken promises."""
         broken = list(self._broken())
         assert not broken, "; ".join(broken[:5])
 

@@ -30,16 +30,16 @@ class Place(Protocol):
     def host(self) -> Host: ...
 
     def find(self) -> Any:
-        """The object."""
+        """Return the object."""
         ...
 
     async def run(self, call: Call) -> Any:
-        """Do a call in the process, and await its result if that is awaitable."""
+        """Run a call in the process, and await its result if that is awaitable."""
         ...
 
 
 class Remote:
-    """Stands for an object of a process. In the process itself it is the object.
+    """A proxy for an object of a process. In the process itself it is the object.
 
     Methods are called in the process. A coroutine is awaited there, and an asynchronous context manager is entered and
     left there, by one task. So ``await process.outbox.execute(action)`` and ``async with
@@ -95,7 +95,7 @@ class Remote:
 class RemoteBlock:
     """An asynchronous context manager of a process. One task of the process enters it, serves its calls and leaves it.
 
-    It is the place of the value of the block.
+    It is the :class:`Place` of the block's value.
     """
 
     _host: Host
@@ -117,9 +117,9 @@ class RemoteBlock:
         return await self._submit(call)
 
     async def __aenter__(self) -> Any:
-        await self._place.run(lambda: None)  # the process may have to be started again
+        await self._place.run(lambda: None)  # restarts a killed process
         self._host = self._place.host
-        self._host.calls[self] = None  # the faults leave the process alone until the end of the block
+        self._host.calls[self] = None  # no fault hits the process until the block ends
         entered = _Answer(self._host)
         self._host.call(lambda: self._serve(entered))
         value = self._value = await entered
@@ -142,7 +142,7 @@ class RemoteBlock:
         return error is not None
 
     def killed(self) -> None:
-        """The process was killed: the next call of the block raises."""
+        """Do nothing: the next call of the block raises."""
 
     def _submit(self, job: Call | None) -> _Answer:
         answer = _Answer(self._host)
@@ -154,7 +154,7 @@ class RemoteBlock:
         return answer
 
     async def _serve(self, entered: _Answer) -> None:
-        """The task in the process."""
+        """Enter the block, serve its calls and leave it, as one task of the process."""
         answer = entered
         try:
             async with self._make() as value:
@@ -174,14 +174,14 @@ class RemoteBlock:
 
 
 class _Leave(Exception):
-    """The scenario has left the block by an exception."""
+    """The scenario left the block with an exception."""
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
 
 
 class _Answer:
-    """What a scenario awaits: the result of a call in a process."""
+    """The awaitable result of a call in a process."""
 
     def __init__(self, host: Host) -> None:
         self._host = host
@@ -201,7 +201,7 @@ class _Answer:
 
 
 async def in_process(host: Host, call: Call) -> Any:
-    """Call a function in a new task of a process. Raises :class:`ProcessKilled` if the process dies meanwhile."""
+    """Call a function in a new task of a process. Raises :class:`ProcessKilled` if the process dies first."""
     answer = _Answer(host)
     host.call(lambda: _do(call, answer))
     return await answer

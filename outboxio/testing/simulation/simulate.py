@@ -33,17 +33,17 @@ Scenario = Callable[[World], Coroutine[Any, Any, object]]
 
 STRIDE = 0.618  # of the places at which a handler can be killed: neighbouring seeds try distant places
 SOON = 0.05  # seconds
-WORLDS_UNTIL_COLLECTED = 20  # between two collections of garbage, which never happen within a world
+WORLDS_UNTIL_COLLECTED = 20  # between two garbage collections, which never happen within a world
 MOST_TASKS = 10_000  # that are closed with their world
 FAST_FOLDER = "/dev/shm"
-LONGEST_FREEZE = 4.0  # seconds beyond those after which a process loses its locks
+LONGEST_FREEZE = 4.0  # seconds, after those that cost a process its locks
 
 
 def simulate(scenario: Scenario, *, seeds: Iterable[int] = range(200), faults: bool = True) -> None:
-    """Run a scenario once for each seed, each time with other faults, in virtual time. The call blocks.
+    """Run a scenario once for each seed, each time with different faults, in virtual time. The call blocks.
 
-    ``scenario`` is an async function of a :class:`World`. With ``faults``, each even seed kills a process at another
-    place at which one of its handlers waits, or at which an outcome is not written yet. Every other odd seed kills a
+    ``scenario`` is an async function of a :class:`World`. With ``faults``, each even seed kills a process at a
+    different point where one of its handlers waits or an outcome is not written yet. Every other odd seed kills a
     process while it waits for the database. All other seeds inject several faults of any kind: processes are frozen,
     slowed down or cut off, the database stops, the clock moves. The same seed injects the same faults.
 
@@ -62,19 +62,19 @@ def simulate(scenario: Scenario, *, seeds: Iterable[int] = range(200), faults: b
 
 
 Place = tuple[str, int]
-"""A kind of place, and the number of a place of that kind."""
+"""A kind of place, and the index of a place of that kind."""
 
 
 @dataclass
 class Places:
-    """How many steps end while a handler runs, while an outcome is not written, and while the database works."""
+    """Counts the steps that end while a handler runs, while an outcome is not written, and while the database works."""
 
     in_handlers: int = 0
     behind_handlers: int = 0
     in_database: int = 0
 
     def of(self, seed: int) -> Place | None:
-        """The place at which a seed kills, or ``None``: even seeds around handlers, every other odd seed elsewhere."""
+        """Return where a seed kills, or ``None``: even seeds around handlers, every other odd seed elsewhere."""
         if seed % 4 == 3:
             return (
                 ("in_database", _spread(seed // 4 % self.in_database, self.in_database)) if self.in_database else None
@@ -95,7 +95,7 @@ class Places:
 
 
 def _spread(number: int, total: int) -> int:
-    """A permutation of the numbers below ``total``."""
+    """Return a permutation of the numbers below ``total``."""
     step = max(1, round(total * STRIDE))
     while total > 1 and gcd(step, total) != 1:
         step += 1
@@ -104,7 +104,7 @@ def _spread(number: int, total: int) -> int:
 
 @dataclass
 class Played:
-    """The end of a simulated world."""
+    """The final state of a simulated world."""
 
     why: str | None
     error: BaseException | None
@@ -130,7 +130,7 @@ class Simulation:
     """
 
     def __init__(self, scenario: Scenario, *, faults: Sequence[str] = USUAL, lock_silence: float | None = None) -> None:
-        """``faults``: the kinds of faults, the frequent ones several times. ``lock_silence``: see :class:`Disk`."""
+        """``faults``: the kinds of faults, frequent ones several times. ``lock_silence``: see :class:`Disk`."""
         refuse_event_loop()
         self._scenario, self._faults, self._lock_silence = checked_scenario(scenario), tuple(faults), lock_silence
         self._places = Places()
@@ -159,10 +159,10 @@ class Simulation:
         again = self.play(seed, record=True)
         notice = ""
         if _without_addresses(again.why) != _without_addresses(why):
-            ended = again.why.splitlines()[0] if again.why else "it has passed"
+            ended = again.why.splitlines()[0] if again.why else "it passed"
             notice = (
-                f"The same seed has ended otherwise when it was repeated ({ended}): the scenario keeps something "
-                "between two runs, or uses a clock or randomness that is not simulated."
+                f"A second run with the same seed ended differently ({ended}): the scenario keeps state "
+                "between runs, or uses a clock or randomness that is not simulated."
             )
         call = f"simulate({getattr(self._scenario, '__name__', 'scenario')}, seeds=[{seed}])"
         raise SimulationFailed(seed, why, again.trace, call, notice) from again.error
@@ -216,11 +216,11 @@ class Kill:
             self._strike(host)
 
     async def end(self) -> None:
-        """Wait until a frozen process goes on."""
+        """Wait until a frozen process resumes."""
         await asyncio.sleep(max(0.0, self._ends_at - self._world.now))
 
     def _strike(self, host: Host) -> None:
-        """Kill; or freeze until another process takes the locks over, and often until it has just begun to work."""
+        """Kill; or freeze until another process takes over the locks, and often until it has just begun to work."""
         silence = self._world.disk.lock_silence
         if silence is None or self._random.random() < 0.5:
             return self._world.kill_now(host)
@@ -251,7 +251,7 @@ def _without_addresses(text: str | None) -> str | None:
 
 
 async def _story(scenario: Scenario, world: World, kinds: tuple[str, ...]) -> None:
-    """The scenario, beside its faults, and the end of the processes."""
+    """Run the scenario while faults are injected, then end the processes."""
     faults = Faults(world, kinds) if kinds else None
     if faults is not None:
         world.end_of_faults = faults.end
@@ -268,7 +268,7 @@ async def _story(scenario: Scenario, world: World, kinds: tuple[str, ...]) -> No
 def _run(
     scheduler: Scheduler, outside: Host, scenario: Coroutine[Any, Any, None]
 ) -> tuple[str | None, BaseException | None]:
-    """Step until the scenario has ended; why it has failed, if it has."""
+    """Step until the scenario has ended. Return why it failed and the error, or ``None`` for both."""
     leave = scheduler.enter(outside, outside.loop)
     task = outside.loop.create_task(scenario)
     leave()
@@ -284,7 +284,7 @@ def _run(
 
 
 def _destroy(scheduler: Scheduler, world: World) -> None:
-    """Free everything: loops refuse callbacks, connections are closed, and no code of the application has an effect."""
+    """Free everything: loops refuse callbacks, connections are closed, and no application code has an effect."""
     world.properties.close()
     hosts = dict.fromkeys(loop.host for loop in scheduler.loops)
     for host in hosts:
@@ -307,11 +307,11 @@ def _destroy(scheduler: Scheduler, world: World) -> None:
 
 
 def _ignore(unraisable: object) -> None:
-    """Errors of coroutines that are closed with their world."""
+    """Ignore errors of coroutines that are closed with their world."""
 
 
 def _collect() -> None:
-    """Free what former worlds have left, coroutines among it that were never closed."""
+    """Free what earlier worlds left, including coroutines that were never closed."""
     hook, sys.unraisablehook = sys.unraisablehook, _ignore
     try:
         gc.collect()
@@ -320,7 +320,7 @@ def _collect() -> None:
 
 
 def _close_tasks(loop: SimulatedLoop) -> None:
-    """Close the tasks of a loop, and the tasks that their ``finally`` blocks begin."""
+    """Close the tasks of a loop, and the tasks that their ``finally`` blocks start."""
     for _ in range(MOST_TASKS):
         if not loop.tasks:
             return
@@ -340,13 +340,13 @@ def _close(coroutine: Any) -> None:
 
 @contextlib.contextmanager
 def _prepared() -> Generator[Path]:
-    """A database with outboxio's tables, and an interpreter without surprises."""
+    """Provide a database with outboxio's tables, while the garbage collector, logging and randomness are controlled."""
     state, was_enabled, disabled = random.getstate(), gc.isenabled(), logging.root.manager.disable
     with tempfile.TemporaryDirectory(prefix="outboxio-simulation-", dir=_folder()) as folder:
         path = Path(folder) / "template.db"
         gc.disable()
         gc.freeze()  # existing objects are not scanned again, which takes seconds in a large process
-        logging.disable()  # of the thousands of faults
+        logging.disable()  # there are thousands of faults
         random.seed(0)
         try:
             _migrate(path)
@@ -373,7 +373,7 @@ def _migrate(path: Path) -> None:
     try:
         why, error = _run(scheduler, outside, migrate())
         if why is not None:
-            raise RuntimeError(f"the simulation's database cannot be made: {why}") from error
+            raise RuntimeError(f"the simulation's database could not be created: {why}") from error
     finally:
         _destroy(scheduler, world)
         machine.use(former)

@@ -25,11 +25,11 @@ Main = Callable[["Process"], Coroutine[Any, Any, None]]
 SETTLED_WITHIN = 120.0  # virtual seconds after the last fault
 ENDED_WITHIN = 60.0
 LAST_CALLBACKS = 0.01  # seconds in which the callbacks of a process that has ended happen
-START_AGAIN = 0.5  # seconds after which a process whose database was away at its start is started again
+START_AGAIN = 0.5  # seconds before a process is restarted whose database was unavailable
 
 
 class Process:
-    """A simulated process of the application. When it is killed and started again, it is the same ``Process``.
+    """A simulated process of your application. When it is killed and started again, it is the same ``Process``.
 
     Example::
 
@@ -51,10 +51,10 @@ class Process:
 
     @property
     def outbox(self) -> Any:
-        """The outbox of the process. Calls run in the process, also if the scenario makes them.
+        """The outbox of the process. Calls run in the process, even if the scenario makes them.
 
-        A call into a process that was killed starts the process again. The faults do not kill a process, or keep it
-        from its database, while the scenario waits for a call into it.
+        A call into a killed process restarts it. While the scenario waits for a call into a process, faults do not kill
+        it or cut it off from its database.
         """
         return self.made if self._world.scheduler.running is self.host else Remote(self)
 
@@ -78,20 +78,20 @@ class Process:
         )  # fmt: skip
 
     def has(self, outbox: Outbox) -> None:
-        """The process has made its outbox."""
+        """Called when the process has made its outbox."""
         self.made = outbox
-        self._world.properties.know(outbox)
+        self._world.properties.add_handlers_of(outbox)
 
     def find(self) -> Any:
         return self.made
 
     async def run(self, call: Callable[[], Any]) -> Any:
-        """Do a call in the process, and await its result if that is awaitable."""
+        """Run a call in the process, and await its result if that is awaitable."""
         await self._world.available(self)
         return await in_process(self.host, call)
 
     def start_again(self) -> bool:
-        """Start a new process in place of this one, which was killed or has ended; False if it is started once only."""
+        """Restart this process, which was killed or has ended; return False if it cannot be restarted."""
         if self.is_alive or not self._restarts:
             return False
         if self.task is not None and self.has_ended and not self.task.cancelled():
@@ -103,8 +103,8 @@ class Process:
         self._begin()
         return True
 
-    def ask_to_leave(self) -> None:
-        """Send the process SIGTERM, so to speak."""
+    def request_stop(self) -> None:
+        """Stop the process, as SIGTERM would."""
         if self.is_alive:
             self.host.loop.call_soon(self.leaving.set)
 
@@ -138,13 +138,13 @@ class World:
         self.end_of_faults: Callable[[], Awaitable[None]] | None = None
         """Waits until the last fault is over."""
         self._is_calm = False
-        """True from the last fault until the processes are asked to leave."""
+        """True from the last fault until the processes are stopped."""
         self._engines: dict[Host, list[AsyncEngine]] = {}
         self._pids = iter(range(1, 1_000_000))
 
     @property
     def now(self) -> float:
-        """The virtual seconds since the beginning."""
+        """The virtual seconds since the start."""
         return self.scheduler.now
 
     @property
@@ -153,7 +153,7 @@ class World:
         return f"sqlite:///{self.disk.path}"
 
     def fetch(self, sql: str, *args: Any) -> list[tuple[Any, ...]]:
-        """The committed rows of a query, which no fault reaches and which takes no virtual time."""
+        """Return the committed rows of a query. It is not affected by faults and takes no virtual time."""
         return self.properties.fetch(sql, *args)
 
     def execute(self, sql: str, *args: Any) -> None:
@@ -161,7 +161,7 @@ class World:
         self.properties.execute(sql, *args)
 
     def engine(self, **options: Any) -> AsyncEngine:
-        """An engine of SQLAlchemy on the database, for ``Outbox(world.engine())`` in ``make_outbox``.
+        """Return a SQLAlchemy engine on the database, for ``Outbox(world.engine())`` in ``make_outbox``.
 
         ``options`` are those of ``create_async_engine``. The simulation runs the engine's connections, which have no
         threads, and disposes of the engine when the process ends.
@@ -177,10 +177,10 @@ class World:
     # --- processes -----------------------------------------------------------------------------
 
     async def process(self, make_outbox: MakeOutbox, *, running: bool = True) -> Process:
-        """Start a process, and return it when it has made its outbox and, with ``running``, entered ``running()``.
+        """Start a process, and return it once it has made its outbox and, with ``running``, entered ``running()``.
 
-        ``make_outbox(database)`` returns an outbox on the database of this URL, with its handlers. It is called in the
-        process, and again whenever the process is started again after a kill. It may be async.
+        ``make_outbox(database)`` returns an outbox on the database with this URL, with its handlers. It is called in
+        the process, and again whenever the process is restarted after a kill. It may be async.
 
         Raises the exception of ``make_outbox`` or of ``running()``.
         """
@@ -202,7 +202,7 @@ class World:
                         async with outbox.running():
                             process.is_ready = True
                             await process.leaving.wait()
-                except DatabaseUnavailable:  # by a fault; a supervisor starts the process again
+                except DatabaseUnavailable:  # because of a fault; a supervisor restarts the process
                     await asyncio.sleep(START_AGAIN)
                 finally:
                     await outbox.close()
@@ -214,7 +214,7 @@ class World:
         return process
 
     async def available(self, process: Process) -> None:
-        """Wait until a process is in ``running()`` and reaches its database, and start it again if it was killed."""
+        """Wait until a process is in ``running()`` and reaches its database. Restart it if it was killed."""
         disk = self.disk
         while (
             not process.is_ready or not process.is_alive or process.host.is_cut_off
@@ -226,7 +226,7 @@ class World:
     def start(self, name: str, main: Main, *, restarts: bool = True) -> Process:
         """Start a process that runs ``main``, which calls ``process.has(outbox)`` and waits for ``process.leaving``.
 
-        Without ``restarts``, the process is not started again when it was killed.
+        Without ``restarts``, the process is not restarted after a kill.
         """
         process = Process(self, name, main, restarts=restarts)
         self.processes.append(process)
@@ -234,7 +234,7 @@ class World:
         return process
 
     async def kill(self, process: Process) -> None:
-        """Kill a process: none of its code runs again, its transactions are rolled back, its locks are free."""
+        """Kill a process: none of its code runs again, its transactions are rolled back, its locks are released."""
         self.kill_now(process.host)
 
     def kill_now(self, host: Host) -> None:
@@ -245,7 +245,7 @@ class World:
             host.kill()
 
     def outbox_of(self, host: Host) -> Outbox | None:
-        """The outbox that the process of a host has made."""
+        """Return the outbox that the process of a host has made."""
         return next((process.made for process in self.processes if process.host is host), None)
 
     async def freeze(self, process: Process) -> None:
@@ -265,20 +265,20 @@ class World:
         return resume
 
     async def resume(self, process: Process) -> None:
-        """Let a frozen process go on."""
+        """Resume a frozen process."""
         self.scheduler.note(process.host, "** resumes")
         process.host.is_frozen = False
 
     async def restart(self, process: Process) -> None:
-        """Start a process again that was killed or has ended.
+        """Restart a process that was killed or has ended.
 
-        Raises the exception that has ended it, unless that says that the database was away, and AssertionError if the
-        process has left anything behind.
+        Raises the exception that ended it, unless that was an unavailable database, and AssertionError if the process
+        has left anything behind.
         """
         host = process.host
         if process.has_left:
             await asyncio.sleep(LAST_CALLBACKS)
-            if process.host is host and not host.has_callbacks and (left := left_behind(process)):
+            if process.host is host and not host.has_callbacks and (left := abandoned(process)):
                 raise AssertionError("; ".join(left))
         if process.start_again():
             self.scheduler.note(process.host, "** starts again")
@@ -286,7 +286,7 @@ class World:
     # --- the end -------------------------------------------------------------------------------
 
     async def settle(self) -> None:
-        """Wait for the last fault, start killed processes again, and wait until every notification is terminal.
+        """Wait for the last fault, restart killed processes, and wait until every notification is terminal.
 
         Raises AssertionError if one is not terminal 120 virtual seconds later, or if a promise of outboxio is broken.
         """
@@ -308,7 +308,7 @@ class World:
         return [f"{name} is not running" for name in starting] + self.properties.unfinished()
 
     async def calm(self) -> None:
-        """End what is wrong with the processes and the database, and start killed processes again."""
+        """End all faults of the processes and the database, and restart killed processes."""
         self.disk.is_stopped = self.disk.is_read_only = False
         self.disk.errors = 0.0
         self.disk.wall_shift = self.disk.most_shifted  # rows may be due by the latest of these clocks
@@ -320,18 +320,18 @@ class World:
         self._is_calm = True
 
     async def end(self) -> Sequence[str]:
-        """Let all processes leave; what they leave behind, a sentence each."""
+        """Stop all processes. Return what they leave behind, one sentence each."""
         self._is_calm = False
         for process in self.processes:
-            process.ask_to_leave()
+            process.request_stop()
         if not await self.until(lambda: not any(process.is_alive for process in self.processes), ENDED_WITHIN):
             return [f"{process.name} does not leave" for process in self.processes if process.is_alive]
-        return [left for process in self.processes for left in left_behind(process)]
+        return [left for process in self.processes for left in abandoned(process)]
 
     async def until(self, holds: Callable[[], bool], within: float, *, every: float = 0.01) -> bool:
-        """Wait in virtual time until a condition holds; False if it does not within so many seconds.
+        """Wait in virtual time until a condition holds; False if it does not within ``within`` seconds.
 
-        After the last fault, a process that is killed meanwhile is started again.
+        After the last fault, killed processes are restarted.
         """
         ends = self.now + within
         while not holds():
@@ -348,8 +348,8 @@ class World:
         return Host(self.scheduler, self.disk, name, pid, f"{self.seed}/{pid}")
 
 
-def left_behind(process: Process) -> list[str]:
-    """What an ended process still has."""
+def abandoned(process: Process) -> list[str]:
+    """List what an ended process still holds."""
     host = process.host
     if not host.is_alive:
         return []

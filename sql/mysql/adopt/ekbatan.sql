@@ -1,8 +1,9 @@
--- Takes over the tables of Ekbatan: afterwards they are as after 0002_event_notifications.sql, and the later files follow.
--- MySQL commits every ALTER by itself. So each table is changed by a single ALTER, which an adoption that was
--- interrupted passes over. Writers of Ekbatan wait for the ALTER of their table, and work on afterwards.
+-- Adopts the tables of Ekbatan. Afterwards they are in the state after 0002_event_notifications.sql; then run the later
+-- files.
+-- MySQL commits each ALTER by itself. So each table is changed by a single ALTER, and an interrupted adoption skips the
+-- tables that are done. Writers of Ekbatan wait for the ALTER of their table.
 
--- Rows get their place in the order of the primary key.
+-- Rows are numbered in the order of the primary key.
 ALTER TABLE eventlog.events
     CONVERT TO CHARACTER SET utf8mb4 COLLATE utf8mb4_0900_bin,
     MODIFY id           CHAR(36) CHARACTER SET ascii COLLATE ascii_bin NOT NULL,
@@ -49,7 +50,7 @@ ALTER TABLE eventlog.event_notifications
     ADD UNIQUE KEY event_notifications_event (event_id, handler_name),
     ADD KEY event_notifications_line (namespace, line_part, handler_name, ordering_key, sequence);
 
--- Only unfinished rows need true values: the place of the event, and the window, which begins with the event's date.
+-- Only unfinished rows need correct values: the sequence of the event, and the retry window, which starts at its date.
 UPDATE eventlog.event_notifications n LEFT JOIN eventlog.events e ON e.id = n.event_id
 SET n.sequence = COALESCE(e.sequence, 0), n.retention_from = n.event_date
 WHERE n.state IN ('PENDING', 'FAILED');

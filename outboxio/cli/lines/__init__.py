@@ -1,1 +1,0 @@
-"""The command lines: words, options and help of the commands. The work is in ``outboxio/cli/commands``."""
