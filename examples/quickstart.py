@@ -1,85 +1,68 @@
-"""The first ten minutes: an action, an event, a handler.
+"""The README's example: an order, its event, and a handler that sends the mail.
 
-python examples/quickstart.py                            # on SQLite in memory
-python examples/quickstart.py postgresql://localhost/app # on a database of yours to play with; or mysql://, mariadb://
+python examples/quickstart.py            # creates the tables, places an order, and waits for the mail
+uvicorn quickstart:app                   # afterwards, in this folder: runs it as a web service
 """
 
 from __future__ import annotations
 
 import asyncio
-import sys
-from contextlib import suppress
-from decimal import Decimal
-from uuid import UUID, uuid4
 
-from outboxio import Action, Event, EventEnvelope, Outbox, Transaction, TransactionEnded
+from fastapi import FastAPI
+from sqlalchemy.ext.asyncio import create_async_engine
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-WALLETS = """
-CREATE TABLE IF NOT EXISTS wallets (
-    id      CHAR(36) PRIMARY KEY,
-    balance NUMERIC(12, 2) NOT NULL
-)
-"""
+from outboxio import Event, EventEnvelope, Outbox
+
+engine = create_async_engine("sqlite+aiosqlite:///shop.db")  # or postgresql+psycopg://localhost/shop
+outbox = Outbox(engine, namespace="shop")
+app = FastAPI(lifespan=outbox.lifespan)  # handlers run here, or in `outboxio worker quickstart:outbox`
 
 
-class MoneyDeposited(Event):
-    wallet_id: UUID
-    amount: Decimal
+class Base(DeclarativeBase):
+    pass
 
 
-class OpenWallet(Action):
-    async def perform(self, tx: Transaction) -> UUID:
-        wallet_id = uuid4()
-        await tx.execute(sql(tx, "INSERT INTO wallets (id, balance) VALUES ($1, 0)"), str(wallet_id))
-        return wallet_id
+class Order(Base):
+    __tablename__ = "orders"
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    email: Mapped[str]
 
 
-class DepositMoney(Action):
-    wallet_id: UUID
-    amount: Decimal
-
-    async def perform(self, tx: Transaction) -> Decimal:
-        wallet_id = str(self.wallet_id)
-        await tx.execute(sql(tx, "UPDATE wallets SET balance = balance + $1 WHERE id = $2"), self.amount, wallet_id)
-        balance = await tx.fetchval(sql(tx, "SELECT balance FROM wallets WHERE id = $1"), wallet_id)
-        tx.emit(MoneyDeposited(self.wallet_id, self.amount), model_id=self.wallet_id, model_type="Wallet")
-        return Decimal(balance)
+class OrderPlaced(Event):  # or a Pydantic model or a dataclass
+    order_id: int
+    email: str
 
 
-def sql(tx: Transaction, statement: str) -> str:
-    """Return a statement for this driver. An application has a single driver, and writes $1 or %s directly."""
-    is_mysql = type(tx.connection).__module__.startswith("aiomysql.")
-    return statement.replace("$1", "%s").replace("$2", "%s") if is_mysql else statement
+@app.post("/orders")
+async def place_order(email: str) -> int:
+    async with outbox.transaction("PlaceOrder") as tx:
+        tx.session.add(order := Order(email=email))
+        await tx.session.flush()
+        tx.emit(OrderPlaced(order.id, email))  # commits with the order, or not at all
+    return order.id
 
 
-class Mail:
-    """Stands for a mail client."""
-
-    async def send(self, wallet_id: UUID, amount: Decimal) -> None:
-        print(f"mail: wallet {wallet_id} received {amount:.2f}")
+@outbox.handler(OrderPlaced, name="confirmation-mail")
+async def confirm(envelope: EventEnvelope[OrderPlaced]) -> None:
+    await send_mail(envelope.event.email)  # retried until it succeeds; other handlers do not wait
 
 
-async def main(database: str) -> None:
-    outbox = Outbox(database, namespace="wallets")
-    mail = Mail()
+async def send_mail(to: str) -> None:
+    print(f"mail to {to}: thank you for your order")
 
-    @outbox.handler(MoneyDeposited, name="deposit-receipt", aliases={"receipt"})
-    async def send_receipt(envelope: EventEnvelope[MoneyDeposited]) -> None:
-        await mail.send(envelope.event.wallet_id, envelope.event.amount)
 
-    async with outbox:
-        await outbox.migrate()
-        # Migrations do this for an application. MySQL commits each CREATE, which ends the transaction.
-        with suppress(TransactionEnded):
-            async with outbox.transaction("MakeTables") as tx:
-                await tx.execute(WALLETS)
-        async with outbox.running():
-            wallet_id = await outbox.executor.execute(OpenWallet())
-            balance = await outbox.executor.execute(DepositMoney(wallet_id, Decimal("10.00")))
-            print(f"the balance is {balance:.2f}")
-            # A service runs until shutdown; this script ends when all events are handled.
-            await outbox.drain()
+async def main() -> None:
+    async with engine.begin() as connection:  # in a real service: Alembic
+        await connection.run_sync(Base.metadata.create_all)
+    await outbox.migrate()
+    async with outbox.running():  # what the lifespan does in a web service
+        await place_order("ada@example.org")
+        await outbox.drain()  # a script waits for the handlers; a service does not
+    await outbox.close()
+    await engine.dispose()
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1] if len(sys.argv) > 1 else "sqlite://"))
+    asyncio.run(main())

@@ -1,4 +1,4 @@
-"""The simulation kills the process at each place at which the handler waits, and finds the second charge.
+"""Kill the process wherever the handler awaits, and find the second charge.
 
 python -m examples.card
 """
@@ -17,7 +17,7 @@ SEEDS = range(200)
 def paying(application: Callable[[str, CardService], Outbox]) -> Callable[[World], Awaitable[None]]:
     async def scenario(world: World) -> None:
         world.execute(TABLE)
-        cards = CardService()  # outside of the process, so it survives a kill
+        cards = CardService()  # outside the process, so it survives a kill
         process = await world.process(lambda database: application(database, cards))
         async with process.outbox.transaction("PlaceOrder") as tx:
             tx.emit(OrderPlaced(1, 30_00), model_id=1, model_type="Order")
@@ -35,7 +35,7 @@ def main() -> None:
         except SimulationFailed as failed:
             print(f"The {application.__name__} handler fails: {failed}\n")
         else:
-            print(f"The {application.__name__} handler has passed with {len(SEEDS)} seeds.")
+            print(f"The {application.__name__} handler passes with {len(SEEDS)} seeds.")
 
 
 if __name__ == "__main__":

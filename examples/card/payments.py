@@ -1,4 +1,4 @@
-"""A handler that charges a card and then writes a row: once as it is often written, and once idempotent."""
+"""A handler that charges a card and then writes a row, in two versions: careless and idempotent."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ class OrderPlaced(Event):
 
 
 class CardService:
-    """Stands for the payment provider, which knows the idempotency keys of earlier charges."""
+    """A fake payment provider, which remembers the idempotency keys of earlier charges."""
 
     def __init__(self) -> None:
         self.charges: list[int] = []
         self._keys: set[str] = set()
 
     async def charge(self, cents: int, *, key: str | None = None) -> None:
-        await asyncio.sleep(0.05)  # the request travels
+        await asyncio.sleep(0.05)  # the request is in transit
         if key is None or key not in self._keys:
             self.charges.append(cents)
             self._keys.update([key] if key else [])
-        await asyncio.sleep(0.05)  # the answer travels
+        await asyncio.sleep(0.05)  # the response is in transit
 
 
 def careless(database: str, cards: CardService) -> Outbox:

@@ -1,9 +1,9 @@
-"""The story: orders travel from the shop to the warehouse while the broker and both services stop and start.
+"""The demo: the shop sends orders to the warehouse while the broker and both services stop and start.
 
 At the end the warehouse has each event once, and the events of each customer in order.
 
-python -m examples.relay            # on the NATS or RabbitMQ that answers, or a server for this run
-python -m examples.relay --private  # on a server for this run, which is restarted in the middle
+python -m examples.relay            # with a running NATS or RabbitMQ, else with a server for this run
+python -m examples.relay --private  # with a server for this run, which is restarted in the middle
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from outboxio.integrations.brokers import BrokerInbox
 
 CUSTOMERS = ("ada", "bob", "cyd", "dan", "eve")
 STEPS = ("placed", "paid", "packed", "shipped")
-ROUNDS = 10  # orders of each customer
+ROUNDS = 10  # orders per customer
 LONGEST_WAIT = 60.0  # seconds
 
 
-class Story:
-    """A single telling of the story."""
+class Demo:
+    """One run of the demo."""
 
     def __init__(self, broker: Broker, folder: Path) -> None:
         self._broker = broker
         self._folder = folder
         self._sent = 0
 
-    async def tell(self) -> bool:
-        """Tell the story; True if the proof holds."""
+    async def run(self) -> bool:
+        """Run the demo. Return True if every event arrived once and in order."""
         print(f"The broker is {self._broker.name}.")
         async with AsyncExitStack() as stack:
             warehouse = await self._open_warehouse(stack)
@@ -46,19 +46,19 @@ class Story:
                 async with AsyncExitStack() as shift:
                     await self._open_shop(shift)
                     await self._arrived(warehouse)
-                print(f"The shop has sent {self._sent} events; the warehouse has handled all.")
-            print("The warehouse closes. The shop goes on.")
+                print(f"The shop has sent {self._sent} events, and the warehouse has handled all of them.")
+            print("The warehouse closes. The shop stays open.")
             shop = await self._open_shop(stack)
             if await self._broker.restart():
-                print("The broker was restarted with messages in hand.")
-            await self._orders(shop)
+                print("The broker was restarted with messages in its stream.")
+            await self._change_orders(shop)
             await self._receive(stack, warehouse, "warehouse")
             await self._arrived(warehouse)
-            print(f"The warehouse is open again, and has caught up: {self._sent} events.")
+            print(f"The warehouse is open again and has caught up: {self._sent} events.")
             again = await self._receive(stack, warehouse, "second-reader")
             await self._redelivered(again)
-            print("A second reader has received all messages again: nothing is new to the inbox.")
-            return self._proof(await handled(warehouse))
+            print("A second reader has received all messages again; to the inbox, nothing is new.")
+            return self._verify(await handled(warehouse))
 
     async def _open_warehouse(self, stack: AsyncExitStack) -> Outbox:
         outbox = await open_warehouse(f"sqlite:///{self._folder / 'warehouse.db'}")
@@ -69,10 +69,10 @@ class Story:
         """Open the shop, and change the orders of all customers."""
         outbox = await open_shop(f"sqlite:///{self._folder / 'shop.db'}", self._broker.relay())
         await stack.enter_async_context(outbox.running())
-        await self._orders(outbox)
+        await self._change_orders(outbox)
         return outbox
 
-    async def _orders(self, shop: Outbox) -> None:
+    async def _change_orders(self, shop: Outbox) -> None:
         for _ in range(ROUNDS):
             for step in STEPS:
                 for customer in CUSTOMERS:
@@ -85,18 +85,18 @@ class Story:
         return inbox
 
     async def _arrived(self, warehouse: Outbox) -> None:
-        """Wait until the warehouse has handled all that the shop has sent."""
+        """Wait until the warehouse has handled everything that the shop has sent."""
         async with asyncio.timeout(LONGEST_WAIT):
-            while sum(map(len, (await handled(warehouse)).values())) < self._sent:  # noqa: ASYNC110  # as a user looks
+            while sum(map(len, (await handled(warehouse)).values())) < self._sent:  # noqa: ASYNC110  # polls, as a user would
                 await asyncio.sleep(0.05)
 
     async def _redelivered(self, inbox: BrokerInbox) -> None:
         """Wait until an inbox has seen all messages again."""
         async with asyncio.timeout(LONGEST_WAIT):
-            while inbox.duplicates < self._sent:  # noqa: ASYNC110  # an inbox only counts
+            while inbox.duplicates < self._sent:  # noqa: ASYNC110  # the inbox has a counter, but no event to wait for
                 await asyncio.sleep(0.05)
 
-    def _proof(self, seen: dict[str, Sequence[int]]) -> bool:
+    def _verify(self, seen: dict[str, Sequence[int]]) -> bool:
         each = self._sent // len(CUSTOMERS)
         print(f"\n{'customer':<10}{'events':>8}  {'each once, in order':>20}")
         holds = seen.keys() == set(CUSTOMERS)
@@ -104,16 +104,16 @@ class Story:
             is_right = list(numbers) == list(range(1, each + 1))
             holds = holds and is_right
             print(f"{customer:<10}{len(numbers):>8}  {'yes' if is_right else 'NO':>20}")
-        print("\nWhat was sent has arrived, once and in order." if holds else "\nThe proof FAILED.")
+        print("\nEvery event arrived once and in order." if holds else "\nThe check FAILED.")
         return holds
 
 
 async def main(*, private: bool) -> int:
-    logging.disable(logging.WARNING)  # the services tell of the broker's absence
+    logging.disable(logging.WARNING)  # the services log warnings while the broker is down
     try:
         async with some_broker(private=private) as broker:
             with tempfile.TemporaryDirectory() as folder:
-                return 0 if await Story(broker, Path(folder)).tell() else 1
+                return 0 if await Demo(broker, Path(folder)).run() else 1
     except LookupError as error:
         print(error)
         return 1

@@ -1,4 +1,4 @@
-"""The broker between the services: a NATS or RabbitMQ that answers, or else an installed ``nats-server``."""
+"""The broker between the services: a running NATS or RabbitMQ, else an installed ``nats-server``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PLACES = ("/usr/sbin", "/usr/local/sbin", "/usr/local/bin", "/opt/homebrew/bin")
 
 
 class Broker(Protocol):
-    """A broker that keeps the events of this run."""
+    """A broker with a stream or queues for this run."""
 
     name: str
 
@@ -40,21 +40,21 @@ class Broker(Protocol):
     def inbox(self, outbox: Outbox, group: str, /) -> BrokerInbox: ...
 
     async def restart(self) -> bool:
-        """Stop and start the server; False if the server is not ours."""
+        """Restart the server. Return False if this run did not start it."""
         ...
 
 
 class Nats:
-    """A stream of this run on a server. ``process`` is set for a server that this run has started."""
+    """A stream for this run on a NATS server. ``server`` is set if this run started the server."""
 
-    def __init__(self, url: str, start: AsyncServer | None = None) -> None:
+    def __init__(self, url: str, server: AsyncServer | None = None) -> None:
         self.url = url
-        self.name = f"NATS at {url.removeprefix('nats://')}{', started for this run' if start else ''}"
-        self._server = start
+        self.name = f"NATS at {url.removeprefix('nats://')}{', started for this run' if server else ''}"
+        self._server = server
         self._stream = f"SHOP-{token_hex(3)}"
 
     async def prepare(self) -> None:
-        """Make the stream for the shop's events."""
+        """Create the stream for the shop's events."""
         client = await nats.connect(self.url)
         await client.jetstream().add_stream(name=self._stream, subjects=[f"{self._stream}.>"])
         await client.close()
@@ -74,7 +74,7 @@ class Nats:
         return NatsInbox(outbox, self.url, stream=self._stream, durable=group, ordered=True)
 
     async def restart(self) -> bool:
-        """Stop and start the server; False if the server is not ours."""
+        """Restart the server. Return False if this run did not start it."""
         if self._server is None:
             return False
         await self._server.stop()
@@ -83,7 +83,7 @@ class Nats:
 
 
 class AsyncServer:
-    """A private server."""
+    """A NATS server for this run."""
 
     def __init__(self, program: str, home: Path, port: int) -> None:
         self._command = [program, "-a", "127.0.0.1", "-p", str(port), "-js", "-sd", str(home), "-l", str(home / "log")]
@@ -93,7 +93,7 @@ class AsyncServer:
     async def start(self) -> None:
         self._process = await asyncio.create_subprocess_exec(*self._command)
         async with asyncio.timeout(30):
-            while not nats_answers(self._port):  # noqa: ASYNC110  # the server tells nobody when it listens
+            while not nats_answers(self._port):  # noqa: ASYNC110  # the server does not signal when it listens
                 await asyncio.sleep(0.02)
 
     async def stop(self) -> None:
@@ -105,9 +105,9 @@ class AsyncServer:
 
 @asynccontextmanager
 async def some_broker(*, private: bool) -> AsyncIterator[Broker]:
-    """A broker that is ready for the services; ``private``: a server for this run, although a server answers.
+    """Yield a broker for the services; ``private`` starts a server for this run even if another one is running.
 
-    Raises :class:`LookupError` if there is none, with the remedy.
+    :raises LookupError: there is no broker; the message says how to install one.
     """
     broker = None if private else _found()
     server = None
@@ -129,7 +129,7 @@ async def some_broker(*, private: bool) -> AsyncIterator[Broker]:
 
 
 def _found() -> Broker | None:
-    """The broker that the environment names, or that answers on its usual port."""
+    """Return the broker in the environment, else one that listens on its default port."""
     if url := os.environ.get("NATS_URL"):
         return Nats(url)
     if url := os.environ.get("RABBITMQ_URL"):
@@ -140,7 +140,7 @@ def _found() -> Broker | None:
 
 
 def nats_answers(port: int) -> bool:
-    """True if a NATS server listens on this port of this machine."""
+    """Return True if a NATS server listens on this local port."""
     with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1) as connection:
         return connection.recv(4) == b"INFO"
     return False
@@ -156,7 +156,7 @@ def _program() -> str:
     found = shutil.which("nats-server", path=os.pathsep.join([os.environ.get("PATH", os.defpath), *PLACES]))
     if found is None:
         raise LookupError(
-            "there is no broker: start NATS (docker run -p 4222:4222 nats -js), install nats-server (apt-get install "
+            "no broker found: start NATS (docker run -p 4222:4222 nats -js), install nats-server (apt-get install "
             "nats-server, brew install nats-server), or set NATS_URL or RABBITMQ_URL"
         )
     return found

@@ -1,4 +1,4 @@
-"""RabbitMQ between the services: an exchange of this run, with a queue for each reader."""
+"""RabbitMQ between the services: an exchange for this run, with a queue for each reader."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ READERS = ("warehouse", "second-reader")
 
 
 class Rabbit:
-    """An exchange and its queues on a server that runs."""
+    """An exchange and its queues on a running server."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -24,7 +24,7 @@ class Rabbit:
         self._exchange = f"shop-{token_hex(3)}"
 
     async def prepare(self) -> None:
-        """Make the exchange for the shop's events, and the queues: a queue keeps what comes from now on."""
+        """Create the exchange for the shop's events, and the queues, which store only messages sent from now on."""
         async with await aio_pika.connect(self.url) as connection:
             channel = await connection.channel()
             exchange = await channel.declare_exchange(self._exchange, aio_pika.ExchangeType.TOPIC, durable=True)
@@ -47,7 +47,7 @@ class Rabbit:
         return RabbitInbox(outbox, self.url, queue=self._queue(reader), single=True)
 
     async def restart(self) -> bool:
-        """False: the server is not ours."""
+        """Return False: this run did not start the server."""
         return False
 
     def _queue(self, reader: str) -> str:

@@ -10,7 +10,7 @@ class OrderChanged(Event):
 
     customer: str
     number: int
-    """Counts the changes of all orders of a customer, from 1: so the warehouse can prove the order of its messages."""
+    """Counts the changes to a customer's orders, from 1, so that the warehouse can check the order of its messages."""
     step: str
 
 
@@ -34,7 +34,7 @@ class ChangeOrder(Action):
 
 
 async def open_shop(database: str, relay: EventHandler[bytes]) -> Outbox:
-    """The shop with its tables. The relay is its only handler."""
+    """Open the shop and create its tables. The relay is its only handler."""
     outbox = Outbox(database, namespace="shop")
     outbox.add_handler(relay)
     await outbox.migrate()

@@ -1,4 +1,4 @@
-"""The warehouse: receives the events of the shop into a database of its own, and handles them in their order."""
+"""The warehouse: receives the shop's events into its own database, and handles them in order."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from outboxio import Event, EventEnvelope, Outbox
 
 
 class OrderChanged(Event):
-    """The event of the shop, as far as the warehouse needs it."""
+    """The shop's event, with only the fields that the warehouse needs."""
 
     customer: str
     number: int
 
 
 async def open_warehouse(database: str) -> Outbox:
-    """The warehouse with its tables and its handler."""
+    """Open the warehouse, with its handler, and create its tables."""
     outbox = Outbox(database, namespace="warehouse")
 
     @outbox.handler(OrderChanged, name="shelf", ordered=True, delivery="transactional")
@@ -33,7 +33,7 @@ async def open_warehouse(database: str) -> Outbox:
 
 
 async def handled(outbox: Outbox) -> dict[str, list[int]]:
-    """By customer: the numbers of the events in the order in which the handler has seen these."""
+    """Return the event numbers by customer, in the order in which the handler saw them."""
     async with outbox.connection() as connection:
         rows = await connection.fetch("SELECT customer, number FROM handled ORDER BY place")
     seen: dict[str, list[int]] = {}

@@ -1,1 +1,1 @@
-"""A saga over two services: orders and payments, each with an outbox, and with money that comes back."""
+"""A saga across two services, orders and payments: each has an outbox, and a cancelled order is refunded."""

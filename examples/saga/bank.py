@@ -1,4 +1,4 @@
-"""The bank: a remote service with idempotency keys. A call with a known key changes nothing, and is answered again."""
+"""The bank, a remote service with idempotency keys: a call with a known key returns the first result again."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Moved = tuple[str, str, int]
 
 
 class Bank:
-    """Keeps its books in a file of its own, so that a crash of our services does not reach them."""
+    """A fake bank. It keeps its accounts in a separate file, so a crash of the services does not affect them."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
-        self.is_away = False
+        self.is_unavailable = False
         with closing(self._open()) as books:
             books.executescript(TABLES)
 
@@ -31,7 +31,7 @@ class Bank:
             books.execute("INSERT INTO accounts (customer, cents) VALUES (?, ?)", (customer, cents))
 
     async def charge(self, key: str, order: str, customer: str, cents: int) -> bool:
-        """Take the money from the account; False if the account has too little."""
+        """Charge the account. Return False if the balance is too low."""
 
         def charge(books: sqlite3.Connection) -> Moved:
             taken = books.execute(
@@ -42,7 +42,7 @@ class Bank:
         return await self._once(key, charge) < 0
 
     async def refund(self, key: str, order: str) -> int:
-        """Give back what was charged for the order; the cents, 0 if nothing was charged."""
+        """Refund the charge for the order. Return the cents refunded: 0 if nothing was charged."""
 
         def refund(books: sqlite3.Connection) -> Moved:
             charged = "SELECT customer, -sum(cents) FROM calls WHERE order_id = ? GROUP BY customer"
@@ -53,9 +53,9 @@ class Bank:
         return await self._once(key, refund)
 
     async def _once(self, key: str, move: Callable[[sqlite3.Connection], Moved]) -> int:
-        """Move money and note the cents under the key, in one transaction. A known key moves nothing."""
-        await asyncio.sleep(0)  # the network
-        if self.is_away:
+        """Move money and store the cents under the key, in one transaction. A known key moves nothing."""
+        await asyncio.sleep(0)  # stands for the network
+        if self.is_unavailable:
             raise ConnectionError("the bank does not answer")
         with closing(self._open()) as books:
             books.execute("BEGIN IMMEDIATE")
@@ -71,7 +71,7 @@ class Bank:
             return int(books.execute("SELECT cents FROM accounts WHERE customer = ?", (customer,)).fetchone()[0])
 
     def moves(self) -> dict[str, list[int]]:
-        """By order: the cents that came back to the customer, or were taken (negative)."""
+        """Return the cents by order: refunded (positive) or charged (negative)."""
         moves: dict[str, list[int]] = {}
         with closing(self._open()) as books:
             for order, cents in books.execute("SELECT order_id, cents FROM calls WHERE cents <> 0 ORDER BY rowid"):

@@ -1,4 +1,4 @@
-"""The contract of the two services: the events that travel between them."""
+"""The contract between the two services: the events that they exchange."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from outboxio import Event
 
 
 class OrderPlaced(Event):
-    """orders -> payments: please charge."""
+    """orders -> payments: charge the customer."""
 
     order: str
     customer: str
@@ -14,7 +14,7 @@ class OrderPlaced(Event):
 
 
 class OrderCancelled(Event):
-    """orders -> payments: please give back what was charged."""
+    """orders -> payments: refund what was charged."""
 
     order: str
 

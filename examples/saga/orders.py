@@ -1,4 +1,4 @@
-"""The service of orders: places orders, waits for the payment at most until a deadline, and cancels."""
+"""The order service: places orders, confirms paid ones, and cancels those not paid before the deadline."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class CancelOrder(Action):
 
 
 async def cancel(tx: Transaction, order: str, condition: str) -> None:
-    """Cancel the order if the condition holds. The event starts the way back in the service of payments."""
+    """Cancel the order if the condition holds. The event starts the refund in the payment service."""
     if await tx.execute(f"UPDATE saga_orders SET state = 'cancelled' WHERE id = $1 AND {condition}", order):
         tx.emit(OrderCancelled(order), model_id=order)
 
@@ -46,7 +46,7 @@ async def cancel(tx: Transaction, order: str, condition: str) -> None:
 def orders_service(database: str) -> Outbox:
     outbox = Outbox(database, namespace="orders")
 
-    # Each of these handlers changes a row by its present state, in the transaction of the delivery: exactly once.
+    # Each handler updates the row only in the expected state, in the transaction of its notification: exactly once.
 
     @outbox.handler(PaymentAccepted, name="confirm", delivery="transactional")
     async def confirm(envelope: EventEnvelope[PaymentAccepted]) -> None:

@@ -1,4 +1,4 @@
-"""The service of payments: charges through the bank, gives money back, and keeps a ledger."""
+"""The payment service: charges and refunds through the bank, and keeps a ledger."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class PaymentRefunded(Event):
 
 
 def soon(attempts: int, error: BaseException) -> timedelta:
-    return timedelta(milliseconds=200)  # a story for readers who wait; the default begins with seconds
+    return timedelta(milliseconds=200)  # keeps the demo short; the default backoff starts with seconds
 
 
 def payments_service(database: str, bank: Bank) -> Outbox:
     outbox = Outbox(database, namespace="payments")
 
-    # ordered: the cancellation of an order waits until the bank has answered whether the order is paid.
-    # The key is the same in each attempt, so the bank recognises a call that a crash has repeated.
+    # ordered: the cancellation of an order waits until the bank has answered the charge.
+    # The key is the same in each attempt, so the bank recognises a call repeated after a crash.
     @outbox.handler(OrderPlaced, OrderCancelled, name="bank", ordered=True, timeout="10s", retry=soon)
     async def call_bank(envelope: EventEnvelope[OrderPlaced | OrderCancelled]) -> None:
         event, key = envelope.event, str(envelope.idempotency_key("move-money"))
@@ -36,7 +36,7 @@ def payments_service(database: str, bank: Bank) -> Outbox:
         else:
             envelope.emit(PaymentRefused(event.order), model_id=event.order)
 
-    # Two rows for one payment would be wrong. The row commits together with the delivery: exactly once.
+    # The row commits together with the outcome of the handler, so each payment is written exactly once.
     @outbox.handler(PaymentAccepted, PaymentRefunded, name="ledger", delivery="transactional")
     async def write_ledger(envelope: EventEnvelope[PaymentAccepted | PaymentRefunded]) -> None:
         event = envelope.event

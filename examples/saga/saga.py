@@ -1,4 +1,4 @@
-"""The two services together: bridges between them, their tables, and the audit of orders and money."""
+"""Both services: the bridges between them, their tables, and the audit of orders and money."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ class Services(Struct):
     bank: Bank
 
     async def make_tables(self) -> None:
-        """Make the tables of both services, as a deployment does."""
+        """Create the tables of both services, as a deployment does."""
         for outbox, table in ((self.orders, orders.TABLE), (self.payments, payments.TABLE)):
             await outbox.migrate()
             async with outbox.transaction("MakeTables") as tx:
                 await tx.execute(table)
 
     async def drain(self) -> None:
-        """Handle all that is due in both services, and all that follows."""
+        """Handle everything that is due in both services, and the events that follow from it."""
         while (await self.orders.drain()).succeeded + (await self.payments.drain()).succeeded:
             pass
 
 
 def bridge(sender: Outbox, receiver: Outbox, *types: type[Event]) -> None:
-    """Hand events of a service to the inbox of the other service, as a broker or an HTTP call does.
+    """Send the events of one service to the inbox of the other, in place of a broker or an HTTP call.
 
     A crash after ``receive`` repeats the call, and the inbox recognises the id.
     """
@@ -51,7 +51,7 @@ def bridge(sender: Outbox, receiver: Outbox, *types: type[Event]) -> None:
 
 @asynccontextmanager
 async def opened(orders_url: str, payments_url: str, bank: Bank) -> AsyncIterator[Services]:
-    """Both services, connected with each other."""
+    """Open both services, connected with each other."""
     async with (
         orders.orders_service(orders_url) as orders_outbox,
         payments.payments_service(payments_url, bank) as payments_outbox,
@@ -62,19 +62,19 @@ async def opened(orders_url: str, payments_url: str, bank: Bank) -> AsyncIterato
 
 
 class Audited(Struct):
-    """An order, and what three books say about its money."""
+    """An order, with its payments according to the bank and the ledger."""
 
     order: str
     state: str
     cents: int
     moves: list[int]
-    """Of the bank: what was taken from the customer (negative), and what came back."""
+    """The bank's records, in cents: charged (negative) and refunded."""
     ledger: list[int]
-    """Of the service of payments: what came in, and what went out (negative)."""
+    """The payment service's records, in cents: received, and refunded (negative)."""
 
     @property
     def is_consistent(self) -> bool:
-        """True if the order is confirmed and paid once, or cancelled without money, or with money that came back."""
+        """True if the order is confirmed and paid once, or cancelled and either never charged or refunded."""
         if self.ledger != [-move for move in self.moves]:
             return False
         if self.state == "confirmed":
@@ -83,7 +83,7 @@ class Audited(Struct):
 
 
 async def audit(services: Services) -> list[Audited]:
-    """All orders that were placed."""
+    """Return every order that was placed."""
     moves, ledger = services.bank.moves(), dict[str, list[int]]()
     async with services.payments.connection() as connection:
         for row in await connection.fetch("SELECT order_id, cents FROM saga_ledger ORDER BY cents DESC"):

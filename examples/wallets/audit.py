@@ -1,4 +1,4 @@
-"""Reads the tables, and proves that the sums agree with the story."""
+"""Read the tables, and check that they agree with what the demo did."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OURS = (
 
 
 class Check(Struct):
-    """A rule, and the evidence from the tables."""
+    """A rule, and the figures from the tables that confirm or refute it."""
 
     rule: str
     holds: bool
@@ -31,7 +31,7 @@ class Check(Struct):
 
 
 class Footprint(Struct, frozen=True):
-    """All numbers that an action could change."""
+    """The figures that an action could change."""
 
     events: int
     ledger: int
@@ -43,7 +43,7 @@ class Footprint(Struct, frozen=True):
 
 
 class Auditor:
-    """Reads the tables through a separate outbox, which leaves no row behind."""
+    """Reads the tables through a separate outbox, which writes no rows itself."""
 
     def __init__(self, url: str, namespace: str) -> None:
         self._url = url
@@ -55,7 +55,7 @@ class Auditor:
 
     @asynccontextmanager
     async def tables(self) -> AsyncIterator[bool]:
-        """Make the service's tables for the block; yields True if outboxio's tables were made too."""
+        """Create the service's tables for the block. Yield True if outboxio's tables were created too."""
         applied = await self.outbox.migrate()
         made_them_all = any(file.startswith("0001") for files in applied.values() for file in files)
         try:
@@ -66,7 +66,7 @@ class Auditor:
             await self.outbox.close()
 
     async def _make_own_tables(self) -> None:
-        await self._drop_own_tables()  # of a demo that was killed
+        await self._drop_own_tables()  # left by a demo that was killed
         await change_schema(self.outbox, *TABLES.values())
 
     async def _drop_own_tables(self) -> None:
@@ -90,7 +90,7 @@ class Auditor:
     # --- reading ---------------------------------------------------------------------------------
 
     async def fetch(self, statement: str, *args: Any) -> list[Any]:
-        """Fetch all rows; ``{events}`` and similar names stand for the table names in this database."""
+        """Fetch all rows. ``{events}`` and similar placeholders stand for the table names in this database."""
         for table in OURS:
             statement = statement.replace(f"{{{table}}}", self._named(table))
         async with self.outbox.transaction("Look") as tx:
@@ -107,7 +107,7 @@ class Auditor:
         return Footprint(events, ledger, tuple(row[0] for row in balances))
 
     async def committed_by(self, correlation_id: str) -> list[Any]:
-        """Fetch the rows that an execution left in ``events``, without the rows that handlers caused."""
+        """Fetch the rows that an execution wrote to ``events``, without those that handlers caused."""
         return await self.fetch(
             """SELECT action_name, event_type FROM {events}
             WHERE namespace = $1 AND correlation_id = $2 AND causation_id IS NULL ORDER BY sequence""",
@@ -128,14 +128,14 @@ class Auditor:
             self._namespace,
         )
 
-    # --- proving ---------------------------------------------------------------------------------
+    # --- checking --------------------------------------------------------------------------------
 
     async def checks(
         self, refused: Sequence[tuple[Footprint, Footprint]], journal: Journal, forgiven: int
     ) -> list[Check]:
-        """Check all rules at the end, with the tables and with the journal of runs.
+        """Check all rules at the end, against the tables and the journal of runs.
 
-        ``forgiven``: the attempts of dead letters before their retry, which begins to count anew.
+        ``forgiven``: the attempts of dead letters before their retry, which resets the count.
         """
         return [
             await self._money_in_is_money_there(),
@@ -152,7 +152,7 @@ class Auditor:
         deposited = sum(event.cents for event in await emitted(self.outbox, MoneyDeposited))
         balances, wallets = await self.numbers("SELECT sum(balance), count(*) FROM outboxio_demo_wallets")
         return Check(
-            "money in is money there",
+            "deposits equal balances",
             deposited == balances,
             f"{euros(deposited)} deposited, {euros(balances)} in {wallets} wallets",
         )
@@ -163,7 +163,7 @@ class Auditor:
         moved = [row["cents"] for row in booked if row["action_id"] in moves]
         arrived, left = sum(cents for cents in moved if cents > 0), -sum(cents for cents in moved if cents < 0)
         return Check(
-            "money out is money in",
+            "money sent equals money received",
             arrived == left > 0,
             f"{euros(left)} sent, {euros(arrived)} received",
         )
@@ -174,16 +174,16 @@ class Auditor:
         return Check(
             "each balance is the sum of its ledger",
             all(row["balance"] == row["booked"] for row in rows),
-            f"{len(rows)} wallets, {entries} entries, {euros(booked)} in all",
+            f"{len(rows)} wallets, {entries} entries, {euros(booked)} in total",
         )
 
     async def _rows_and_events_agree(self) -> Check:
-        told = await self._actions_that_emitted("MoneyDeposited", "MoneySent")
+        emitted_by = await self._actions_that_emitted("MoneyDeposited", "MoneySent")
         booked = {row["action_id"] for row in await self.fetch("SELECT action_id FROM outboxio_demo_ledger")}
         return Check(
             "rows and events are committed together",
-            set(told) == booked and len(told) == len(booked),
-            f"{len(booked)} actions in the ledger, {len(told)} events tell of them",
+            set(emitted_by) == booked and len(emitted_by) == len(booked),
+            f"{len(booked)} actions in the ledger, {len(emitted_by)} events emitted by them",
         )
 
     async def _every_pair_is_handled_once(self) -> Check:
@@ -233,7 +233,7 @@ class Auditor:
         )
 
     async def _actions_that_emitted(self, *event_types: str) -> list[str]:
-        """Fetch the ids of the actions that emitted such events, an id for each event."""
+        """Fetch the ids of the actions that emitted these types, one id per event."""
         rows = await self.fetch("SELECT action_id, event_type FROM {events} WHERE namespace = $1", self._namespace)
         return [str(row["action_id"]) for row in rows if row["event_type"] in event_types]
 
@@ -244,7 +244,7 @@ class Auditor:
 def _refused_left_nothing(refused: Sequence[tuple[Footprint, Footprint]]) -> Check:
     before, after = sum(one.rows for one, _ in refused), sum(other.rows for _, other in refused)
     return Check(
-        "a refused action leaves nothing behind",
+        "a refused action writes nothing",
         bool(refused) and all(one == other for one, other in refused),
         f"{len(refused)} refused; {before} rows before, {after} rows after",
     )

@@ -1,4 +1,4 @@
-"""The story: actions, handlers, a retry and a dead letter, each with its code beside the outcome; and the proof."""
+"""The demo: actions, handlers, a retry and a dead letter, each with code and outcome; then a check of the tables."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ async def retry_dead(admin: Admin) -> Operation:
 
 
 async def run(database: str | None, console: Console) -> bool:
-    """Tell the story on a database (``None``: a temporary SQLite file); True if all sums agree."""
+    """Run the demo on a database (``None``: a temporary SQLite file). Return True if all checks pass."""
     with _somewhere(database) as url, _quiet_log():
-        return await Story(url, console).tell()
+        return await Demo(url, console).run()
 
 
-class Story:
-    """A single telling of the story."""
+class Demo:
+    """One run of the demo."""
 
     def __init__(self, url: str, console: Console) -> None:
         self._url = url
@@ -68,7 +68,7 @@ class Story:
         self._refused: list[tuple[Footprint, Footprint]] = []
         self._world = World(Mailbox(), Bank(outages=2, closed={"eve"}), [])
 
-    async def tell(self) -> bool:
+    async def run(self) -> bool:
         show.title(self._console, _shown(self._url), self._namespace)
         async with self._auditor.tables() as made_eventlog:
             async with WatchedOutbox(
@@ -80,11 +80,11 @@ class Story:
                     await _until_settled(outbox)
                     self._handles()
                     await self._retries_a_dead_letter(outbox)
-            adds_up = await self._proof()
+            adds_up = await self._verify()
         show.farewell(self._console, adds_up, _leaves_behind(made_eventlog))
         return adds_up
 
-    # --- chapters --------------------------------------------------------------------------------
+    # --- steps -----------------------------------------------------------------------------------
 
     async def _commits(self, outbox: Outbox) -> None:
         show.step(self._console, 1, "An action commits its rows and its events together, or neither")
@@ -92,30 +92,30 @@ class Story:
         show.beside(self._console, SendMoney, committed)
 
     def _handles(self) -> None:
-        show.step(self._console, 2, "Each handler runs by itself, after the commit")
+        show.step(self._console, 2, "Each handler runs independently, after the commit")
         runs = [run for run in self._journal.page if run.handler != NotifyBank.name]
         show.beside(self._console, send_receipt, show.ran(runs))
-        show.step(self._console, 3, "A handler that fails is retried, and no other handler waits")
+        show.step(self._console, 3, "A failed handler is retried, and no other handler waits")
         show.beside(self._console, NotifyBank, show.attempted(run for run in self._journal.page if run not in runs))
 
     async def _retries_a_dead_letter(self, outbox: Outbox) -> None:
-        show.step(self._console, 4, "What was given up is a dead letter: found, mended, retried")
+        show.step(self._console, 4, "An event that failed permanently is a dead letter: find it, fix it, retry it")
         self._world.bank.closed.clear()
         self._journal.turn_page()
         found = [show.group(group) for group in await outbox.admin.groups(DEAD)]
         self._forgiven = sum(letter.attempts for letter in await outbox.admin.list(DEAD))
         done = await retry_dead(outbox.admin)
         await _until_settled(outbox)
-        show.beside(self._console, retry_dead, [*found, show.ordered(done), *show.attempted(self._journal.page)])
+        show.beside(self._console, retry_dead, [*found, show.operation(done), *show.attempted(self._journal.page)])
 
-    async def _proof(self) -> bool:
-        show.step(self._console, 5, "Does it add up? Counts in the tables, compared with the observed runs")
+    async def _verify(self) -> bool:
+        show.step(self._console, 5, "Does it add up? The tables compared with the observed runs")
         checks = await self._auditor.checks(self._refused, self._journal, self._forgiven)
-        show.proof(self._console, checks)
+        show.checks(self._console, checks)
         return all(check.holds for check in checks)
 
     async def _execute(self, outbox: Outbox, request: Request) -> Text:
-        """Execute a request; the line that tells which rows are in ``events`` afterwards."""
+        """Execute a request. Return a line with the rows that it wrote to ``events``."""
         correlation_id = f"request-{self._executed + len(self._refused)}"
         before = await self._auditor.footprint()
         try:
@@ -128,11 +128,11 @@ class Story:
         return show.committed(request.says, await self._auditor.committed_by(correlation_id))
 
 
-# --- waiting: for a limited time; unfinished work shows in the proof --------------------------------
+# --- waiting: for a limited time; the checks report unfinished work -----------------------------------
 
 
 async def _until_settled(outbox: Outbox) -> None:
-    """Wait until no row is due, and no row waits for a retry."""
+    """Wait until no row is due or waits for a retry."""
     with suppress(TimeoutError):
         async with asyncio.timeout(LONGEST_WAIT):
             while True:
@@ -143,21 +143,21 @@ async def _until_settled(outbox: Outbox) -> None:
                 await asyncio.sleep(0.01)
 
 
-# --- in words ------------------------------------------------------------------------------------
+# --- texts ---------------------------------------------------------------------------------------
 
 
 def _leaves_behind(made_eventlog: bool) -> str:
     if made_eventlog:
-        return "Every table that the demo made is removed again."
-    return "The tables and rows that the demo made are removed; the eventlog was there before, and stays."
+        return "All tables that the demo created have been removed."
+    return "The demo's tables and rows have been removed; the eventlog existed before and stays."
 
 
-# --- where ---------------------------------------------------------------------------------------
+# --- the database --------------------------------------------------------------------------------
 
 
 @contextmanager
 def _somewhere(database: str | None) -> Iterator[str]:
-    """Yield the URL of the database. Each version would have its own SQLite in memory, so a file replaces memory."""
+    """Yield the URL of the database. A file replaces an in-memory SQLite, which each connection would have anew."""
     if database and not database.rstrip("/").endswith((":", ":memory:")):
         _refuse_no_database(database)
         yield database
@@ -167,18 +167,18 @@ def _somewhere(database: str | None) -> Iterator[str]:
 
 
 def _refuse_no_database(url: str) -> None:
-    """PostgreSQL has a default database. MySQL and MariaDB would accept outboxio's tables, and refuse the demo's."""
+    """Raise if the URL of a MySQL or MariaDB server names no database, because the demo's tables need one."""
     parts = urlsplit(url)
     if parts.scheme in _SERVERS and not parts.path.strip("/"):
         raise ConfigurationError(
-            f"{_shown(url)} names no database for the tables of the demo; make one, and give it as "
+            f"{_shown(url)} names no database for the demo's tables; create one and pass "
             f"{parts.scheme}://user:password@host/database"
         )
 
 
 @contextmanager
 def _quiet_log() -> Iterator[None]:
-    """Keep the log quiet: the story shows the failures; without a log handler Python would print the log too."""
+    """Silence the log, which Python would print without a log handler: the demo shows the failures itself."""
     logger, handler = logging.getLogger("outboxio"), logging.NullHandler()
     logger.addHandler(handler)
     try:

@@ -1,6 +1,6 @@
 """The wallet service: tables, events, and the actions that change both in a single commit.
 
-``sql`` gives each driver the right placeholders; the rest of the SQL is the same on every database. Amounts are whole
+``sql`` adapts the placeholders to the driver; the rest of the SQL is the same on every database. Amounts are whole
 cents, which every database adds exactly.
 """
 
@@ -34,7 +34,7 @@ class WalletOpened(Event):
 
 
 class MoneyMoved(Event):
-    """A change of a balance: a handler of this class receives the events of all subclasses."""
+    """A change of a balance. A handler for this class receives the events of all subclasses."""
 
     cents: int
 
@@ -55,7 +55,7 @@ class ReceiptSent(Event):
 
 
 class Overdraft(Exception):
-    """A wallet holds less money than the action takes."""
+    """Raised if a wallet holds less money than the action takes."""
 
     def __init__(self, wallet_id: str, short_of: int) -> None:
         self.wallet_id = wallet_id
@@ -64,7 +64,7 @@ class Overdraft(Exception):
 
 
 class UnknownWallet(Exception):
-    """There is no wallet with this id."""
+    """Raised if there is no wallet with this id."""
 
     def __init__(self, wallet_id: str) -> None:
         self.wallet_id = wallet_id
@@ -101,13 +101,13 @@ class SendMoney(Action):
 
 
 async def book(tx: Transaction, wallet_id: str, cents: int) -> int:
-    """Change a balance and write down the reason; return the new balance, which may not be below zero."""
+    """Change a balance and add a ledger entry. Return the new balance, which must not be negative."""
     is_there = await tx.execute(
         sql(tx, "UPDATE outboxio_demo_wallets SET balance = balance + $1 WHERE id = $2"), cents, wallet_id
     )
     if not is_there:
         raise UnknownWallet(wallet_id)
-    # The row is locked by now, so no second transaction changes the row in between. (MySQL has no RETURNING.)
+    # The UPDATE has locked the row, so no other transaction changes it in between. (MySQL has no RETURNING.)
     balance: int = await tx.fetchval(sql(tx, "SELECT balance FROM outboxio_demo_wallets WHERE id = $1"), wallet_id)
     if balance < 0:
         raise Overdraft(wallet_id, short_of=-balance)

@@ -8,11 +8,11 @@ from outboxio import EventEnvelope, EventHandler, Outbox, RetryPolicy, Unprocess
 
 from .domain import MoneyDeposited, MoneyMoved, MoneySent, ReceiptSent, WalletOpened
 
-# --- the world outside ---------------------------------------------------------------------------
+# --- external services ---------------------------------------------------------------------------
 
 
 class Mailbox:
-    """Keeps the sent mail."""
+    """Stores the sent mail."""
 
     def __init__(self) -> None:
         self.sent: list[str] = []
@@ -22,11 +22,11 @@ class Mailbox:
 
 
 class AccountClosed(Exception):
-    """A repetition would not help."""
+    """Raised if the account is closed; a retry would not help."""
 
 
 class Bank:
-    """A bank that does not answer the first calls, and has closed an account."""
+    """A fake bank that does not answer the first calls, and has closed some accounts."""
 
     def __init__(self, outages: int, closed: set[str]) -> None:
         self.reports: list[str] = []
@@ -43,7 +43,7 @@ class Bank:
 
 
 class World(Struct):
-    """The outside world: the handlers find this object in ``envelope.resources``."""
+    """The external services, which handlers access as ``envelope.resources``."""
 
     mailbox: Mailbox
     bank: Bank

@@ -1,4 +1,4 @@
-"""Watches handlers from outside: an outbox that notes each run of each handler."""
+"""Record each run of each handler, in an outbox that wraps its handlers."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class Run(Struct):
 
 
 class Journal:
-    """All runs, in the order in which the runs ended."""
+    """All runs, in the order in which they finished."""
 
     def __init__(self) -> None:
         self.runs: list[Run] = []
         self.turn_page()
 
     def turn_page(self) -> None:
-        """Begin a new page, and start the clock of the page."""
+        """Begin a new page, and restart its clock."""
         self._began, self._first = time.monotonic(), len(self.runs)
 
     @property
@@ -42,7 +42,7 @@ class Journal:
         return self.runs[self._first :]
 
     def watching(self, name: str, handle: Handle) -> Handle:
-        """Return the same handler, with notes in the journal."""
+        """Return the handler, wrapped so that its runs are recorded in the journal."""
 
         @functools.wraps(handle)
         async def noted(envelope: EventEnvelope[Any]) -> None:
@@ -61,7 +61,7 @@ class Journal:
 
 
 class WatchedOutbox(Outbox):
-    """An outbox that notes the runs of all handlers in a journal."""
+    """An outbox that records the runs of all handlers in a journal."""
 
     def __init__(self, database: str, *, journal: Journal, **options: Any) -> None:
         super().__init__(database, **options)

@@ -1,4 +1,4 @@
-"""Prints the code, the rows and the runs of the demo for a reader. The other modules decide."""
+"""Print the code, rows and runs of the demo. This module only formats."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def step(console: Console, number: int, headline: str) -> None:
 
 
 def beside(console: Console, code: type | Callable[..., Any], outcome: Sequence[Text]) -> None:
-    """Print the source of ``code``, and the outcome on the right."""
+    """Print the source of ``code`` with the outcome to its right."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(width=CODE)
     grid.add_column()
@@ -55,44 +55,44 @@ def refused(says: str, error: Exception, rows: int) -> Text:
 
 
 def ran(runs: Iterable[Run]) -> list[Text]:
-    """A line for each run of several handlers."""
+    """Return a line per run, with the handler's name."""
     return [_ran(run, f"{run.handler:<13}") for run in runs]
 
 
 def attempted(runs: Iterable[Run]) -> list[Text]:
-    """A line for each run of one handler."""
+    """Return a line per run of one handler, with the attempt."""
     return [_ran(run, f"try {run.attempt}  ") for run in runs]
 
 
 def _ran(run: Run, who: str) -> Text:
-    return Text.assemble(f"{run.seconds * 1000:3,.0f} ms  {who}", _told(run.event), "  ", _result(run))
+    return Text.assemble(f"{run.seconds * 1000:3,.0f} ms  {who}", _described(run.event), "  ", _result(run))
 
 
 def group(found: Failures) -> Text:
-    return Text.assemble((f"{found.number} DEAD  ", "red"), found.sample.partition(": ")[2])
+    return Text.assemble((f"{found.count} DEAD  ", "red"), found.sample.partition(": ")[2])
 
 
-def ordered(operation: Operation) -> Text:
-    return Text(f"{operation.kind}: {operation.matched} matched, {operation.done} due again")
+def operation(done: Operation) -> Text:
+    return Text(f"{done.kind}: {done.matched} matched, {done.done} due again")
 
 
-def proof(console: Console, checks: Iterable[Check]) -> None:
+def checks(console: Console, results: Iterable[Check]) -> None:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False, show_header=False)
-    for check in checks:
+    for check in results:
         mark = Text("ok", "green") if check.holds else Text("NO", "bold red")
         table.add_row(mark, check.rule, Text(check.found, "dim" if check.holds else "red"))
     _show(console, table)
 
 
 def farewell(console: Console, adds_up: bool, leaves_behind: str) -> None:
-    verdict = Text("It adds up.", "bold green") if adds_up else Text("It does not add up.", "bold red")
+    conclusion = Text("It adds up.", "bold green") if adds_up else Text("It does not add up.", "bold red")
     console.print()
-    _show(console, Text.assemble(verdict, " ", (leaves_behind, "dim")))
+    _show(console, Text.assemble(conclusion, " ", (leaves_behind, "dim")))
     console.print()
 
 
-def _told(event: Event) -> Text:
-    """Describe an event in a few words."""
+def _described(event: Event) -> Text:
+    """Summarise an event."""
     match event:
         case WalletOpened(wallet_id=wallet_id) | ReceiptSent(wallet_id=wallet_id):
             return Text(f"{wallet_id}", "cyan")
@@ -111,5 +111,5 @@ def _result(run: Run) -> Text:
 
 
 def _show(console: Console, renderable: RenderableType) -> None:
-    """Print in the column of the headlines, and no wider than a page."""
+    """Print indented like the headings, and at most ``WIDEST`` columns wide."""
     console.print(Padding(renderable, (0, 0, 0, 3), expand=False), width=min(console.width, WIDEST))

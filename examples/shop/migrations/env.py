@@ -1,4 +1,4 @@
-"""How Alembic reaches the database: over the engine of the shop."""
+"""Run the migrations on the shop's engine."""
 
 import asyncio
 from logging.config import fileConfig
@@ -15,7 +15,7 @@ if context.config.config_file_name is not None:
 
 
 def migrate(connection: Connection) -> None:
-    # Autogenerate leaves the tables of outboxio alone.
+    # include_name makes autogenerate ignore outboxio's tables.
     context.configure(connection=connection, target_metadata=Base.metadata, include_name=include_name)
     with context.begin_transaction():
         context.run_migrations()

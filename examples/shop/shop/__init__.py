@@ -1,1 +1,1 @@
-"""A shop on FastAPI, SQLAlchemy and outboxio. The README beside this folder is the tour."""
+"""A shop on FastAPI, SQLAlchemy and outboxio. The README in the folder above lists the files."""

@@ -1,4 +1,4 @@
-"""The actions: each is one transaction, with the rows and the events of a change."""
+"""The actions. Each one is a transaction that commits rows and events together."""
 
 from outboxio import Action, Retry, StaleRecord, Transaction
 from shop.events import OrderPlaced
@@ -6,7 +6,7 @@ from shop.models import Order, Product
 
 
 class NoSuchProduct(LookupError):
-    """The shop does not sell this."""
+    """Raised for a product that the shop does not sell."""
 
 
 class StockProduct(Action):
@@ -34,7 +34,7 @@ class PlaceOrder(Action):
             card=self.card, address=self.address,
         )  # fmt: skip
         tx.session.add(order)
-        await tx.session.flush()  # the database gives the id
+        await tx.session.flush()  # the database assigns the id
         tx.emit(OrderPlaced(order_id=order.id, email=self.email, sku=self.sku, quantity=self.quantity), model=order)
         return order
 
@@ -59,9 +59,9 @@ class ChangeCard(Action):
 class ChangeAddress(Action):
     order_id: int
     address: str
-    version: int  # of the order that the customer has seen
+    version: int  # the version of the order that the customer saw
 
-    retry = Retry(on=StaleRecord, attempts=1)  # the customer decides again
+    retry = Retry(on=StaleRecord, attempts=1)  # no retry: the customer must look at the order again
 
     async def perform(self, tx: Transaction) -> Order:
         order = await tx.session.get_one(Order, self.order_id)

@@ -1,6 +1,6 @@
-"""The database: an engine and a sessionmaker, as in any application with SQLAlchemy.
+"""The engine and the sessionmaker, as in any application with SQLAlchemy.
 
-The environment variable ``DATABASE`` has the URL; the default is the SQLite file ``shop.db``.
+The environment variable ``DATABASE`` is the URL of the database; the default is the SQLite file ``shop.db``.
 """
 
 import os
@@ -14,7 +14,7 @@ Sessions = async_sessionmaker[AsyncSession]
 
 
 def with_driver(url: str) -> URL:
-    """The URL with its asynchronous driver: ``postgresql://localhost/shop`` becomes ``postgresql+asyncpg://...``."""
+    """Return the URL with its asynchronous driver: ``postgresql://`` becomes ``postgresql+asyncpg://``."""
     parsed = make_url(url)
     dialect = parsed.get_backend_name()
     return parsed.set(drivername=f"{dialect}+{DRIVERS[dialect]}")

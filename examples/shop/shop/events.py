@@ -17,7 +17,7 @@ class OrderPlaced(BaseModel):
 
 @outboxio.upcaster(OrderPlaced, from_version=1)
 def add_quantity(stored: dict[str, Any]) -> dict[str, Any]:
-    """Rows of version 1 have no quantity: then, an order was for one piece."""
+    """Add the quantity, which version 1 did not have: every order was for one piece."""
     return {**stored, "quantity": 1}
 
 

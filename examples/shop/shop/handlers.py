@@ -1,4 +1,4 @@
-"""The handlers: what the shop does after a commit. Each handler runs, fails and is retried by itself."""
+"""The handlers: what the shop does after a commit. Each handler runs and is retried independently of the others."""
 
 from sqlalchemy import update
 
@@ -14,7 +14,7 @@ handlers = Handlers()
 
 @handlers.handler(OrderPlaced, name="confirmation-mail")
 async def confirm(envelope: EventEnvelope[OrderPlaced], mailer: Mailer) -> None:
-    """At least once: a crash after the mail, and before the outcome is written, repeats the mail."""
+    """At least once: after a crash between the mail and the stored outcome, the mail is sent again."""
     event = envelope.event
     await mailer.send(event.email, f"thank you for order {event.order_id}: {event.quantity} x {event.sku}")
 
@@ -27,14 +27,14 @@ async def take_from_stock(envelope: EventEnvelope[OrderPlaced]) -> None:
 
 
 async def refuse(envelope: EventEnvelope[OrderPlaced], error: HandlerFailed) -> None:
-    """The last word on a payment that was given up, in the transaction that ends it."""
+    """Refuse the payment, in the same transaction that makes the notification DEAD."""
     order = await envelope.tx.session.get_one(Order, envelope.event.order_id)
     order.refuse_payment(error.message)
 
 
 @handlers.handler(OrderPlaced, name="payment", retry=RetryPolicy(max_attempts=8, base="500ms"), on_dead=refuse)
 async def charge(envelope: EventEnvelope[OrderPlaced], bank: Bank, sessions: Sessions) -> None:
-    """Any error is retried, after 0.5 s, 1 s, 2 s and so on. Unprocessable is not: the event is a dead letter."""
+    """Charge the card. Errors are retried after 0.5 s, 1 s, 2 s and so on; Unprocessable makes a dead letter."""
     async with sessions() as session:
         order = await session.get_one(Order, envelope.event.order_id)
     try:
@@ -45,7 +45,7 @@ async def charge(envelope: EventEnvelope[OrderPlaced], bank: Bank, sessions: Ses
 
 
 @handlers.handler(PaymentRefused, name="refusal-mail")
-async def tell_refusal(envelope: EventEnvelope[PaymentRefused], mailer: Mailer, sessions: Sessions) -> None:
+async def mail_refusal(envelope: EventEnvelope[PaymentRefused], mailer: Mailer, sessions: Sessions) -> None:
     async with sessions() as session:
         order = await session.get_one(Order, envelope.event.order_id)
     await mailer.send(order.email, f"order {order.id} is not paid: {envelope.event.reason}")
@@ -55,7 +55,7 @@ async def tell_refusal(envelope: EventEnvelope[PaymentRefused], mailer: Mailer, 
     OrderPlaced, OrderPaid, PaymentRefused, AddressChanged, name="history", delivery="transactional", ordered=True
 )
 async def write_history(envelope: EventEnvelope[OrderPlaced | OrderPaid | PaymentRefused | AddressChanged]) -> None:
-    """In order: the events of an order run one at a time. The key of the order is the id, the ``model_id``."""
+    """In order: the events of an order run one at a time. The ordering key is the order's id, the ``model_id``."""
     match envelope.event:
         case OrderPlaced(quantity=quantity, sku=sku):
             text = f"placed: {quantity} x {sku}"

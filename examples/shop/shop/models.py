@@ -1,4 +1,4 @@
-"""The tables. An order says itself what happened to it, with ``raise_event``."""
+"""The tables. An order raises an event for each change; the event is stored when the session commits."""
 
 from sqlalchemy import ForeignKey, String
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
@@ -30,7 +30,7 @@ class Order(RaisesEvents, Base):
     card: Mapped[str] = mapped_column(String(40))
     address: Mapped[str] = mapped_column(String(200))
     state: Mapped[str] = mapped_column(String(20), default="placed")
-    version: Mapped[int] = mapped_column()  # two changes of the same version: the second one is a StaleRecord
+    version: Mapped[int] = mapped_column()  # concurrent changes of an order: the second one raises StaleRecord
 
     __mapper_args__ = {"version_id_col": version}
 

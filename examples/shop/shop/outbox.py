@@ -1,4 +1,4 @@
-"""The outbox: on the engine of the application, with the objects that handlers take by type."""
+"""The outbox, on the application's engine, with the resources that handlers receive by type."""
 
 from outboxio import Outbox
 from shop.database import Sessions, sessions

@@ -1,10 +1,10 @@
-"""The outside world: a mail server and a bank. Both are fakes that print; an application has its clients here."""
+"""The external services: a mail server and a bank. Both are fakes that print; an application has clients here."""
 
 from collections import Counter
 
 
 class CardDeclined(Exception):
-    """The bank refuses the card, and would refuse a repetition as well."""
+    """Raised if the bank declines the card; a retry would be declined too."""
 
 
 class Mailer:
@@ -13,14 +13,14 @@ class Mailer:
 
 
 class Bank:
-    """Does not answer the first call for the card ``slow``, and declines the card ``expired``."""
+    """A fake bank: it does not answer the first call for the card ``slow``, and declines the card ``expired``."""
 
     def __init__(self) -> None:
         self.charged: dict[str, int] = {}
         self._calls = Counter[str]()
 
     async def charge(self, key: str, card: str, cents: int) -> None:
-        """Charge once for a ``key``, however often the handler calls."""
+        """Charge the card once per ``key``, no matter how often the handler calls."""
         self._calls[key] += 1
         if card == "slow" and self._calls[key] == 1:
             print(f"bank: {key}, no answer", flush=True)

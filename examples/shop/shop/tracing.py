@@ -1,6 +1,6 @@
-"""The traces of the shop, in the file that ``SHOP_TRACES`` names. ``python -m shop.tracing`` prints the newest trace.
+"""Write traces to the file in ``SHOP_TRACES``. ``python -m shop.tracing`` prints the newest trace.
 
-An application has the exporter of its collector here: ``BatchSpanProcessor(OTLPSpanExporter())``.
+An application exports to a collector instead: ``BatchSpanProcessor(OTLPSpanExporter())``.
 """
 
 import json
@@ -22,24 +22,24 @@ def as_line(span: ReadableSpan) -> str:
 
 
 def open_telemetry() -> OpenTelemetry | None:
-    """What the outbox tells its traces to: the web application and the worker append spans to the same file."""
+    """Return the outbox's telemetry. The web application and the worker append their spans to the same file."""
     if FILE is None:
         return None
     provider = TracerProvider()
-    file = Path(FILE).open("a")  # noqa: SIM115  # open as long as the process
+    file = Path(FILE).open("a")  # noqa: SIM115  # stays open as long as the process runs
     provider.add_span_processor(SimpleSpanProcessor(ConsoleSpanExporter(out=file, formatter=as_line)))
     return OpenTelemetry(provider)
 
 
 def cause(span: dict[str, Any]) -> str | None:
-    """The id of the span that has caused this one: its parent, or for a retry the span that a link names."""
+    """Return the id of the span that caused this one: its parent, or for a retry the linked span."""
     linked = [link["context"]["span_id"] for link in span["links"]]
     parent: str | None = span["parent_id"] or next(iter(linked), None)
     return parent
 
 
 def tree(spans: list[dict[str, Any]], above: str | None, indent: str = "") -> Iterator[str]:
-    """A line for each span, indented below the span that has caused it."""
+    """Yield a line per span, indented below the span that caused it."""
     for span in spans:
         if cause(span) == above:
             attributes = span["attributes"]

@@ -1,4 +1,4 @@
-"""The web application: ``uvicorn shop.web:app``. Endpoints execute actions, and read through a session."""
+"""The web application: ``uvicorn shop.web:app``. Its endpoints execute actions and read through a session."""
 
 from collections.abc import AsyncGenerator
 from typing import Annotated
@@ -15,7 +15,7 @@ from shop.models import HistoryLine, Order, Product
 from shop.outbox import outbox
 
 app = FastAPI(title="shop", lifespan=outbox.lifespan)
-app.add_middleware(OriginMiddleware)  # X-Request-ID and traceparent of a request go into its events
+app.add_middleware(OriginMiddleware)  # events carry the X-Request-ID and traceparent of their request
 add_exception_handlers(app)  # a StaleRecord is a 409
 
 

@@ -1,4 +1,4 @@
-"""The worker, a process of its own: ``outboxio worker shop.worker:outbox``. Only workers import the handlers."""
+"""The worker, a separate process: ``outboxio worker shop.worker:outbox``. Only workers import the handlers."""
 
 from shop.handlers import handlers
 from shop.outbox import outbox

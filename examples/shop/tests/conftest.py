@@ -1,6 +1,6 @@
-"""The shop of a test: the real handlers, on a database of its own, with a mailer that remembers and a clock that waits.
+"""The shop in a test: the real handlers, on a new database, with a fake mailer and a clock that the test moves.
 
-``TEST_DATABASE`` has the URL of a database whose tables may be dropped; the default is an SQLite file for each test.
+``TEST_DATABASE`` is the URL of a database whose tables may be dropped; the default is an SQLite file for each test.
 """
 
 import os
@@ -41,7 +41,7 @@ def bank() -> Bank:
 
 @pytest.fixture
 async def sessions(tmp_path: Path) -> AsyncGenerator[Sessions]:
-    """A database with a single product: 10 mugs."""
+    """Create a database with one product: 10 mugs."""
     engine = create_async_engine(with_driver(os.environ.get("TEST_DATABASE") or f"sqlite:///{tmp_path / 'shop.db'}"))
     async with engine.begin() as connection:
         await connection.run_sync(Base.metadata.drop_all)
@@ -57,8 +57,7 @@ async def sessions(tmp_path: Path) -> AsyncGenerator[Sessions]:
 async def outbox_under_test(
     sessions: Sessions, mailer: RememberingMailer, bank: Bank, outbox_clock: MovableClock
 ) -> AsyncGenerator[Outbox]:
-    """The outbox of the shop, for the fixtures of outboxio. A server keeps the events of earlier tests, so the
-    namespace is new."""
+    """The outbox for outboxio's fixtures. The namespace is new, because a server keeps the events of other tests."""
     resources = {Mailer: mailer, Bank: bank, Sessions: sessions}
     async with Outbox(sessions, namespace=f"shop-{uuid4()}", clock=outbox_clock, resources=resources) as outbox:
         outbox.include(handlers)
@@ -68,7 +67,7 @@ async def outbox_under_test(
 
 @pytest.fixture
 async def client(outbox_for_tests: Outbox, sessions: Sessions) -> AsyncGenerator[httpx.AsyncClient]:
-    """A client of the web application, which runs on the outbox of the test."""
+    """A client of the web application, which uses the test's outbox."""
 
     async def open_session_of_test() -> AsyncGenerator[AsyncSession]:
         async with sessions() as session:

@@ -1,4 +1,4 @@
-"""Orders, from the request to the last handler. The fixtures whose names begin with ``outbox_`` are outboxio's."""
+"""Orders, from the request to the last handler. The fixtures whose names begin with ``outbox_`` come from outboxio."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from tests.conftest import RememberingMailer
 
 
 async def order(client: httpx.AsyncClient, *, sku: str = "mug", card: str = "good", **headers: str) -> str:
-    """Order two pieces; the path of the order."""
+    """Order two pieces. Return the path of the order."""
     body = {"email": "ada@example.org", "sku": sku, "quantity": 2, "card": card, "address": "1 Main Street"}
     answer = await client.post("/orders", json=body, headers=headers)
     answer.raise_for_status()
@@ -48,7 +48,7 @@ async def test_a_payment_is_retried_when_the_bank_does_not_answer(
     await outbox_drain()
 
     assert (await read(client, path))["state"] == "paid"
-    assert len(mailer.sent) == 1  # only the handler that failed has run again
+    assert len(mailer.sent) == 1  # only the failed handler ran again
 
 
 async def test_a_declined_card_is_a_dead_letter_until_there_is_a_new_card(

@@ -1,0 +1,1 @@
+"""An order service: FastAPI, SQLAlchemy, Alembic, Pydantic and outboxio."""

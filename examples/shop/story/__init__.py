@@ -1,1 +1,0 @@
-"""The demonstration of the shop: ``make shop``."""
