@@ -1,4 +1,4 @@
-"""``python -m website``: builds the documentation site; ``--serve`` shows it, ``--version 1.2`` adds a folder."""
+"""``python -m website``: build the documentation site; ``--serve`` serves it, ``--version 1.2`` adds a version."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from website.links import problems
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m website", description=__doc__)
     parser.add_argument("--serve", action="store_true", help="serve the site afterwards")
-    parser.add_argument("--port", type=int, default=8000, help="of --serve; 0 for a free port (default: 8000)")
-    parser.add_argument("--version", metavar="X.Y", help="add the site as a folder X.Y to --into, and as latest")
-    parser.add_argument("--into", type=Path, default=WORK / "sites", help="where the versions are")
+    parser.add_argument("--port", type=int, default=8000, help="port for --serve; 0 for a free port (default: 8000)")
+    parser.add_argument("--version", metavar="X.Y", help="copy the site to the folders X.Y and latest in --into")
+    parser.add_argument("--into", type=Path, default=WORK / "sites", help="folder with the versions")
     options = parser.parse_args()
     site = build()
     broken = problems(site)

@@ -1,4 +1,4 @@
-"""Builds the site into a folder, and serves a folder."""
+"""Build the site into a folder, and serve a folder."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def build(work: Path = WORK) -> Path:
 
 
 def add_version(site: Path, versions: Path, version: str) -> list[Path]:
-    """Copy a site into the folder of the version and into ``latest``, and return both. Other versions stay."""
+    """Copy a site into the folder of its version and into ``latest``, and return both. Keep other versions."""
     made = [versions / version, versions / "latest"]
     for folder in made:
         shutil.rmtree(folder, ignore_errors=True)
@@ -51,7 +51,7 @@ def serve(site: Path, port: int) -> None:
     """Serve a folder on the loopback address until Ctrl-C."""
     handler = partial(SimpleHTTPRequestHandler, directory=str(site))
     with ThreadingHTTPServer(("127.0.0.1", port), handler) as server:
-        print(f"the documentation: http://127.0.0.1:{server.server_port}/  (Ctrl-C ends)", flush=True)
+        print(f"the documentation: http://127.0.0.1:{server.server_port}/  (Ctrl-C stops it)", flush=True)
         try:
             server.serve_forever()
         except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""Turns the marks of docstrings into Markdown, for Griffe: roles become code, ``Example::`` becomes a code block."""
+"""Convert the markup of docstrings to Markdown, for Griffe: roles become code, ``Example::`` becomes a code block."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FENCE = "`" * 3
 
 
 def as_markdown(text: str) -> str:
-    """The Markdown of a docstring.
+    """Return a docstring as Markdown.
 
     Example::
 
@@ -33,7 +33,7 @@ def _fenced(block: re.Match[str]) -> str:
 
 
 class Marks(griffe.Extension):
-    """Griffe calls this for each object of a package that has been read."""
+    """A Griffe extension, called for each object of a loaded package."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         if not obj.docstring:
@@ -44,7 +44,7 @@ class Marks(griffe.Extension):
 
 
 def _fields(cls: griffe.Class) -> str:
-    """The fields of a class without a constructor, such as a struct: a line for each with its type and default.
+    """Return the fields of a class without a constructor, such as a struct, one per line with type and default.
 
     The fields of a base class in the same module come first.
     """

@@ -1,4 +1,4 @@
-"""Entries of the API pages: which public names lack a line ``::: outboxio.<name>``, and the page that gets the line."""
+"""Find public names without a line ``::: outboxio.<name>`` on the API pages, and add the missing lines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ENTRY = re.compile(r"^::: ([\w.]+)$", re.MULTILINE)
 
 
 def public_modules() -> Iterator[str]:
-    """The modules with public names, beside the package itself."""
+    """Yield the modules with public names, besides the package itself."""
     yield from ("outboxio.testing", "outboxio.dashboard", "outboxio.sync", "outboxio.logs", "outboxio.telemetry")
     for found in pkgutil.iter_modules(outboxio.integrations.__path__):
         name = f"outboxio.integrations.{found.name}"
@@ -26,7 +26,7 @@ def public_modules() -> Iterator[str]:
 
 
 def missing(module: str) -> list[str]:
-    """The public names of a module without an entry. Errors have sections on a page of their own."""
+    """Return the public names of a module without an entry. Errors are excluded: they have their own page."""
     text = "".join(page.read_text("utf-8") for page in sorted(API.glob("*.md")))
     entries = set(_ENTRY.findall(text)) | set(re.findall(r"^\| `([\w.]+)` \|", text, re.MULTILINE))
     names = set(importlib.import_module(module).__all__)

@@ -1,4 +1,4 @@
-"""Checks a built site: each link and anchor leads somewhere, and no page asks another server for anything."""
+"""Check a built site: every link and anchor has a target, and no page loads anything from another server."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _QUIET = {"canonical", "alternate", "next", "prev"}
 """Relations of a ``link`` element that a browser does not load."""
 
 _BORING = re.compile(r'</?(?!script|style)[a-z]\w*(?: class="[^"<>]*")?>')
-"""Tags without anchors and links, nine of ten in a page with code. Most of the time would go into parsing them."""
+"""Tags without anchors and links: nine of ten in a page with code, so parsing them would take most of the time."""
 
 
 class _Page(HTMLParser):
@@ -38,14 +38,14 @@ class _Page(HTMLParser):
 
 
 def problems(site: Path) -> list[str]:
-    """Each broken link, missing anchor and load from another server, as ``page: link``."""
+    """Return each broken link, missing anchor and load from another server, as ``page: link``."""
     pages = {path.relative_to(site).as_posix(): _read(path) for path in sorted(site.rglob("*.html"))}
     exists, is_folder = cache(lambda aim: (site / aim).exists()), cache(lambda aim: (site / aim).is_dir())
     found = []
     for name, page in pages.items():
         found += [f"{name}: loads {url}" for url in page.loads if urlsplit(url).netloc]
         if name == "404.html":
-            continue  # its links begin at the root of the server
+            continue  # its links start at the root of the server
         for link in page.links:
             parts = urlsplit(link)
             if parts.scheme or parts.netloc or link.startswith("data:"):

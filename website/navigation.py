@@ -1,7 +1,7 @@
-"""The navigation of the site, read from the pages: no list of pages is kept beside the pages.
+"""The navigation of the site, read from the pages, so that there is no separate list of pages.
 
-The order of a folder is the order of the links on its ``index.md``; a heading of the second level there is a group. A
-page that the index does not link to comes last in its folder. The title is the text of the link.
+A folder's pages are in the order of the links in its ``index.md``; a second-level heading there is a group. Pages that
+the index does not link to come last. The title of a page is the text of its link.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ Entry = str | dict[str, Any]
 
 
 def navigation(pages: Path) -> list[Entry]:
-    """The navigation of all pages below a folder, as mkdocs.yml spells one."""
-    sections: list[Entry] = [{"Home": "index.md"}]
+    """Return the navigation of all pages below a folder, in the format of mkdocs.yml."""
+    sections: list[Entry] = [{"Home": "index.md"}, {"Start here": "start-here.md"}]
     for name in SECTIONS:
         title = title_of(pages / name / "index.md").partition(":")[0]
         sections.append({title: list(_section(pages, name))})
@@ -31,7 +31,7 @@ def navigation(pages: Path) -> list[Entry]:
 
 
 def title_of(page: Path) -> str:
-    """The first heading of a page."""
+    """Return the first heading of a page."""
     found = re.search(r"^# (.+)$", page.read_text("utf-8"), re.MULTILINE)
     assert found is not None, f"{page} has no heading"
     return found[1].replace("`", "")
@@ -66,7 +66,7 @@ def _section(pages: Path, name: str) -> Iterator[Entry]:
 
 
 def _entry(pages: Path, page: str, title: str, listed: set[str]) -> Entry:
-    """A page under the title of its link; the index of a folder brings along the pages of that folder."""
+    """Return a page under the title of its link; for the index of a folder, with the pages of that folder."""
     if not page.endswith("/index.md"):
         return {title: page}
     below: list[Entry] = list(_section(pages, dirname(page)))

@@ -1,6 +1,6 @@
-"""The site for readers of plain text: a page's Markdown beside its HTML, ``llms.txt`` and ``llms-full.txt``.
+"""The site as plain text: each page's Markdown next to its HTML, ``llms.txt`` and ``llms-full.txt``.
 
-A line ``::: outboxio.Outbox``, for which the HTML shows signatures and docstrings, is replaced by the same in Markdown.
+A line ``::: outboxio.Outbox``, which in HTML becomes signatures and docstrings, is replaced by these in Markdown.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ def write_plain(pages: Path, site: Path, navigation: list[Entry]) -> None:
 
 
 def plain(page: Path) -> str:
-    """The Markdown of a page, with the docstrings that the HTML shows."""
+    """Return the Markdown of a page, with the docstrings that the HTML shows."""
     text = _LAYOUT.sub("", _FRONT.sub("", page.read_text("utf-8")))
     return _DIRECTIVE.sub(lambda match: "\n".join(_described(match[1])), text)
 
 
 def _list(pages: Path, navigation: list[Entry]) -> Iterator[str]:
     yield f"# outboxio\n\n> {SUMMARY}\n"
-    yield "Every page is plain Markdown. `llms-full.txt` is all pages in one file."
+    yield "Every page is plain Markdown. `llms-full.txt` has all pages in one file."
     for entry in navigation:
         assert isinstance(entry, dict)
         [(title, below)] = entry.items()
@@ -79,7 +79,7 @@ def _first_sentence(page: Path) -> str:
 
 
 def _described(path: str) -> Iterator[str]:
-    """A public object and its public members, as Markdown."""
+    """Yield a public object and its public members as Markdown."""
     package, _, name = path.partition(".")
     yield from _object(_read(package)[name], "##")
 

@@ -1,7 +1,7 @@
-"""The sources of the site: the pages of docs/, and pages for the files elsewhere in the project that pages link to.
+"""The sources of the site: the pages of docs/, and a page for each file outside docs/ that they link to.
 
-A link from docs/ to ``examples/shop/shop/outbox.py`` leads on a forge to the file. The site has no forge to lead to, so
-the file becomes a page of its own, with the code in a block.
+On GitHub, a link from docs/ to ``examples/shop/shop/outbox.py`` shows the file. On the site, the file becomes a page
+with the code in a block.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from posixpath import dirname, join, normpath, relpath
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 OUTSIDE = "project"
-"""The folder of the site for pages made from files outside of docs/."""
+"""The site's folder for pages made from files outside docs/."""
 
 UNSEARCHED = "---\nsearch:\n  exclude: true\n---\n\n"
-"""Front matter of pages that a search for words should not find."""
+"""Front matter that excludes a page from the site's search."""
 
 _LINK = re.compile(r"(\]\()([^)\s#]+)((?:#[^)\s]*)?\))")
 _FENCE = re.compile(r"^(```|~~~).*?^\1$", re.MULTILINE | re.DOTALL)
@@ -29,7 +29,7 @@ _LANGUAGES = {
 
 
 def stage(target: Path) -> list[str]:
-    """Copy all pages into ``target`` and return the pages' paths relative to that folder."""
+    """Copy all pages into ``target``, and return their paths relative to that folder."""
     shutil.rmtree(target, ignore_errors=True)
     shutil.copytree(DOCS, target)
     waiting = [path.relative_to(ROOT).as_posix() for path in sorted(DOCS.rglob("*.md"))]
@@ -39,23 +39,30 @@ def stage(target: Path) -> list[str]:
         if source in done:
             continue
         done.add(source)
-        text, linked = _page(source)
         place = target / placed(source)
         place.parent.mkdir(parents=True, exist_ok=True)
+        if is_picture(source):
+            shutil.copyfile(ROOT / source, place)
+            continue
+        text, linked = _page(source)
         place.write_text(text, "utf-8")
         waiting.extend(linked)
-    return sorted(placed(source) for source in done)
+    return sorted(placed(source) for source in done if not is_picture(source))
+
+
+def is_picture(source: str) -> bool:
+    return source.endswith((".png", ".svg"))
 
 
 def placed(source: str) -> str:
-    """Where the page of a file of the project is in the site: ``docs/a.md`` is ``a.md``."""
+    """Return the path in the site of the page for a project file: ``docs/a.md`` is ``a.md``."""
     if source.startswith("docs/"):
         return source.removeprefix("docs/")
-    return f"{OUTSIDE}/{source}" if source.endswith(".md") else f"{OUTSIDE}/{source}.md"
+    return f"{OUTSIDE}/{source}" if source.endswith(".md") or is_picture(source) else f"{OUTSIDE}/{source}.md"
 
 
 def _page(source: str) -> tuple[str, list[str]]:
-    """The text of a page with its links turned to the pages of the site, and the files outside of docs/ it links to."""
+    """Return the text of a page, with links to the site's pages, and the files outside docs/ that it links to."""
     file = ROOT / source
     if file.is_dir():
         return _folder(source)
@@ -71,10 +78,9 @@ def _page(source: str) -> tuple[str, list[str]]:
         aim = normpath(join(dirname(source), link[2]))
         if not (ROOT / aim).exists():
             return link[0]
-        is_picture = Path(aim).suffix in (".png", ".svg")
-        if not aim.startswith("docs/") and not is_picture:
+        if not aim.startswith("docs/"):
             linked.append(aim)
-        place = aim.removeprefix("docs/") if is_picture else placed(aim)
+        place = placed(aim)
         return link[1] + relpath(place, dirname(placed(source)) or ".") + link[3]
 
     changed = outside_code(text, lambda prose: _LINK.sub(turned, prose))
@@ -82,7 +88,7 @@ def _page(source: str) -> tuple[str, list[str]]:
 
 
 def outside_code(text: str, change: object) -> str:
-    """The text, changed by a function everywhere but in fenced code."""
+    """Apply a function to the text outside fenced code."""
     assert callable(change)
     parts, at = [], 0
     for fence in _FENCE.finditer(text):
@@ -92,7 +98,7 @@ def outside_code(text: str, change: object) -> str:
 
 
 def _folder(source: str) -> tuple[str, list[str]]:
-    """A page that lists the files of a folder."""
+    """Return a page that lists the files of a folder."""
     files = list(_files(ROOT / source))
     page = placed(source)
     rows = [f"- [{name.removeprefix(source + '/')}]({relpath(placed(name), dirname(page))})" for name in files]

@@ -1,7 +1,7 @@
-"""Pages that are written from the code: errors, the tables of the database, and the list of decision records.
+"""Generate pages from the code: errors, the database tables, and the list of decision records.
 
-``python -m website.tables`` writes the pages anew, and adds missing names to the pages of the API. A test fails while a
-page differs from the code.
+``python -m website.tables`` updates the pages, and adds missing names to the API pages. A test fails if a page differs
+from the code.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from website.docstrings import FENCE, as_markdown
 from website.entries import complete
-from website.meanings import COLUMNS, REMEDIES
+from website.meanings import COLUMNS, FIXES
 from website.stage import DOCS, ROOT
 
 ERRORS, TABLES = DOCS / "reference" / "errors.md", DOCS / "reference" / "tables.md"
@@ -29,48 +29,55 @@ _ADDED_COLUMN = re.compile(r"ADD COLUMN (?:IF NOT EXISTS )?([a-z_]+) +([A-Z]+(?:
 
 
 def error_classes() -> dict[str, ast.ClassDef]:
-    """The classes of outboxio/errors, by name."""
+    """Return the classes in outboxio/errors, by name."""
     bodies = (ast.parse(file.read_text("utf-8")).body for file in sorted((ROOT / "outboxio" / "errors").glob("*.py")))
     return {node.name: node for body in bodies for node in body if isinstance(node, ast.ClassDef)}
 
 
 def errors_section() -> str:
-    """A section for each error: when it is raised, its text, and its remedy."""
+    """Return a section for each error: when it is raised, and its text or its fix."""
     return "\n".join(line for name, node in sorted(error_classes().items()) for line in _error(name, node))
 
 
 def _error(name: str, node: ast.ClassDef) -> Iterator[str]:
-    bases = ", ".join(f"`{ast.unparse(base)}`" for base in node.bases)
     yield f"### {name}\n"
-    words = as_markdown(ast.get_docstring(node) or "")
-    yield words.replace(f"{FENCE}python", f"{FENCE}py") + "\n"  # an example that the test of snippets does not run
-    yield f"A subclass of {bases}.\n"
-    if text := " ".join(_message(node)):
-        yield f"```text\n{text}\n```\n"
-    if name in REMEDIES:
-        yield f"**Remedy.** {REMEDIES[name]}\n"
+    text = as_markdown(ast.get_docstring(node) or "")
+    yield text.replace(f"{FENCE}python", f"{FENCE}py") + "\n"  # the snippet tests do not run "py" blocks
+    if message := message_of(node):
+        yield f"{FENCE}text\n{message}\n{FENCE}\n"
+    else:
+        yield f"**Fix.** {FIXES.get(name, '')}\n"
+
+
+def message_of(node: ast.ClassDef) -> str:
+    """Return the text of the error's message, with a name in angle brackets for each value."""
+    return " ".join(_message(node))
 
 
 def _message(node: ast.ClassDef) -> Iterator[str]:
-    """The text of the error's message, with a name in angle brackets for each value."""
     for call in ast.walk(node):
         if isinstance(call, ast.Call) and ast.unparse(call.func) == "super().__init__":
             for argument in call.args:
                 if isinstance(argument, ast.JoinedStr):
-                    yield "".join(map(_part, argument.values))
+                    yield "".join(_part(part, node) for part in argument.values)
             return
 
 
-def _part(part: ast.expr) -> str:
+def _part(part: ast.expr, error: ast.ClassDef) -> str:
     if isinstance(part, ast.Constant):
         return str(part.value)
     assert isinstance(part, ast.FormattedValue)
+    if isinstance(part.value, ast.Call) and ast.unparse(part.value.func) == "len":
+        return "<number>"
+    for constant in error.body:
+        if isinstance(constant, ast.Assign) and f"self.{ast.unparse(constant.targets[0])}" == ast.unparse(part.value):
+            return str(ast.literal_eval(constant.value))
     names = [each.id for each in ast.walk(part.value) if isinstance(each, ast.Name)]
     return f"<{names[-1]}>" if names else "<value>"
 
 
 def tables_section() -> str:
-    """A section for each table of the database, with columns and types of PostgreSQL."""
+    """Return a section for each database table, with its columns and their PostgreSQL types."""
     files = "\n".join(file.read_text("utf-8") for file in sorted((ROOT / "sql" / "postgres").glob("*.sql")))
     added: dict[str, list[tuple[str, str]]] = {}
     for table, columns in _ADDED.findall(files):
@@ -86,7 +93,7 @@ def tables_section() -> str:
 
 
 def decisions_section() -> str:
-    """A row for each decision record, with the title."""
+    """Return a table of the decision records, with their titles."""
     rows = ["| number | decision |", "|---|---|"]
     for file in sorted(DECISIONS.parent.glob("0*.md")):
         number, _, title = file.read_text("utf-8").partition("\n")[0].removeprefix("# ").partition(". ")
@@ -95,7 +102,7 @@ def decisions_section() -> str:
 
 
 def renewed(page: Path) -> str:
-    """The page with the part after the mark written anew."""
+    """Return the page with the part after the mark regenerated."""
     head = page.read_text("utf-8").partition(MARK)[0]
     section = SECTIONS[page]()
     return f"{head}{MARK}\n\n{section.rstrip()}\n"
