@@ -35,7 +35,7 @@ Envelope = EventEnvelope[Any]
 _NOT_OF_THE_PAYLOAD = (Unprocessable, RetryAfter, Unavailable, MemoryError)
 """Errors during decoding that decide the outcome themselves, or that another attempt may not meet."""
 _NULL = (None, msgspec.Raw(b"null"))
-_decode_mapping: Callable[[str], Any] = msgspec.json.Decoder(dict).decode
+_decode_mapping: Callable[[str], Any] = msgspec.json.Decoder(dict[str, Any]).decode
 """For an event on a topic whose name belongs to no registered class."""
 
 
