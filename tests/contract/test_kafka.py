@@ -19,6 +19,7 @@ from outboxio.integrations.kafka import KafkaInbox, KafkaRelay, by_model_type
 from tests.kit.app import Look, MoneyDeposited, eventually
 from tests.kit.kafka import Kafka, mock_cluster, real_kafka, tansu
 from tests.kit.programs import programs
+from tests.kit.serving import hang_up, serving
 
 MakeOutbox = Callable[..., Awaitable[Outbox]]
 Record = ConsumerRecord[bytes, bytes]
@@ -235,10 +236,8 @@ async def test_a_certificate_mismatch_is_reported(tmp_path: Path) -> None:
     )  # fmt: skip
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate, key)
-    server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0, ssl=context)
-    async with server:
-        servers = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        details = await reason(servers, security_protocol="SSL", ssl_context=ssl.create_default_context())
+    async with serving(hang_up, context=context) as port:
+        details = await reason(f"127.0.0.1:{port}", security_protocol="SSL", ssl_context=ssl.create_default_context())
     assert "certificate verify failed" in details
 
 

@@ -9,6 +9,8 @@ from contextlib import asynccontextmanager
 
 from msgspec import Struct
 
+from tests.kit.serving import serving
+
 SECRET, OTHER_SECRET = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw", "whsec_bmV3IHNlY3JldCBvZiB0aGUgY3VzdG9tZXI="
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"
 
@@ -45,7 +47,6 @@ class Receiver:
             pass
         finally:
             self.open -= 1
-            writer.close()
 
 
 def answer(status: int, body: str = "", **headers: str) -> bytes:
@@ -58,17 +59,10 @@ def answer(status: int, body: str = "", **headers: str) -> bytes:
 async def receiving(host: str = "127.0.0.1", context: ssl.SSLContext | None = None) -> AsyncIterator[Receiver]:
     """A receiver that listens; its connections are closed at the end."""
     received: list[Receiver] = []
-    writers: list[asyncio.StreamWriter] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writers.append(writer)
         await received[0].serve(reader, writer)
 
-    server = await asyncio.start_server(serve, host, 0, ssl=context)
-    received.append(Receiver(server.sockets[0].getsockname()[1], "http" if context is None else "https"))
-    try:
+    async with serving(serve, host, context) as port:
+        received.append(Receiver(port, "http" if context is None else "https"))
         yield received[0]
-    finally:
-        server.close()
-        for writer in writers:
-            writer.close()

@@ -7,6 +7,8 @@ import struct
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
+from tests.kit.serving import serving
+
 _SSL_REQUEST = 80877103
 
 
@@ -24,12 +26,9 @@ async def refusing_server(scheme: str, code: str, message: str) -> AsyncGenerato
             await writer.drain()
         except (OSError, asyncio.IncompleteReadError):
             pass  # the client has closed the connection first
-        finally:
-            writer.close()
 
-    server = await asyncio.start_server(refuse, "127.0.0.1", 0)
-    async with server:
-        yield f"{scheme}://app:s3cret@127.0.0.1:{server.sockets[0].getsockname()[1]}/app"
+    async with serving(refuse) as port:
+        yield f"{scheme}://app:s3cret@127.0.0.1:{port}/app"
 
 
 async def _read_startup(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

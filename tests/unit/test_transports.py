@@ -6,13 +6,12 @@ import asyncio
 from typing import Any
 
 from outboxio.storage.connections.driver import READ_SIZE, configure
+from tests.kit.serving import hang_up, serving
 
 
 async def test_answers_are_received_into_buffers_that_the_heap_keeps() -> None:
-    server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
-    async with server:
-        host, port = server.sockets[0].getsockname()
-        transport, _ = await asyncio.get_running_loop().create_connection(asyncio.Protocol, host, port)
+    async with serving(hang_up) as port:
+        transport, _ = await asyncio.get_running_loop().create_connection(asyncio.Protocol, "127.0.0.1", port)
         before: Any = transport
         assert before.max_size > READ_SIZE, "asyncio receives into smaller buffers now: drop ours"
         configure(transport)
