@@ -187,6 +187,8 @@ class JobRunner:
         except RunAgain as error:
             raise (error.__cause__ or error) from None
         except TimeoutError as error:
+            if run.is_committed:  # the COMMIT had succeeded before the timeout
+                return
             if run.limit is None or not run.limit.expired():
                 raise
             raise self._timed_out(spec) from error

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from datetime import datetime, timedelta
 from decimal import Decimal
+from typing import Any
 from uuid import uuid4
 
 import pytest
@@ -305,25 +306,46 @@ class Mailer:
 async def test_a_test_runs_a_job_directly_and_gets_its_error(make_outbox: MakeOutbox, clock: MovableClock) -> None:
     outbox, seen = await make_outbox(clock=clock, resources={Mailer: (mailer := Mailer())}), list[object]()
 
-    @outbox.job("tick", every=MINUTE, timeout="50ms")
+    @outbox.job("tick", every=MINUTE)
     async def tick(job: Job, tx: Transaction, mailer: Mailer) -> None:
         seen.append((job.scheduled_at, job.attempt, mailer))
         tx.emit(MoneyDeposited(uuid4(), Decimal(job.attempt)))
         if job.attempt == 2:
             raise ValueError("no mail server")
-        if job.attempt == 3:
-            await hang()
+
+    @outbox.job("slow", every=MINUTE, timeout="50ms")
+    async def slow(job: Job, tx: Transaction) -> None:
+        tx.emit(MoneyDeposited(uuid4(), Decimal(3)))
+        await hang()
 
     await run_job(outbox, "tick")
     with pytest.raises(ValueError, match="no mail server"):
         await run_job(outbox, "tick", scheduled_at=NOON + MINUTE, attempt=2)
-    with pytest.raises(TimeoutError, match=r"job 'tick' ran longer than its timeout of 0.05 s"):
-        await run_job(outbox, "tick", attempt=3)
-    with pytest.raises(ConfigurationError, match="no job is named 'tock'; the jobs of this outbox are 'tick'"):
+    with pytest.raises(TimeoutError, match=r"job 'slow' ran longer than its timeout of 0.05 s"):
+        await run_job(outbox, "slow")
+    with pytest.raises(ConfigurationError, match="no job is named 'tock'; the jobs of this outbox are 'tick', 'slow'"):
         await run_job(outbox, "tock")
-    assert seen[:2] == [(NOON, 1, mailer), (NOON + MINUTE, 2, mailer)]
+    assert seen == [(NOON, 1, mailer), (NOON + MINUTE, 2, mailer)]
     assert [event.amount for event in await emitted(outbox, MoneyDeposited)] == [1]
     assert await outbox.admin.jobs() == []
+
+
+async def test_a_commit_before_the_timeout_is_a_success_in_tests_too(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit = Transaction.commit
+
+    async def commit_late(tx: Transaction, *args: Any) -> None:
+        await commit(tx, *args)
+        raise TimeoutError
+
+    @outbox.job("tick", every=MINUTE)
+    async def tick(tx: Transaction) -> None:
+        tx.emit(MoneyDeposited(uuid4(), Decimal(1)))
+
+    monkeypatch.setattr(Transaction, "commit", commit_late)
+    await run_job(outbox, "tick")
+    assert len(await emitted(outbox, MoneyDeposited)) == 1
 
 
 async def test_drain_runs_no_job(make_outbox: MakeOutbox, clock: MovableClock) -> None:
