@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import combinations
+from typing import Any
 from uuid import UUID
 
 import pytest
@@ -17,7 +18,7 @@ from outboxio import ConfigurationError, Filter, Outbox
 from outboxio.model.notification import FIRST_DEFERRED, NotificationRecord, State
 from outboxio.model.operating.groups import PageCursor, Search
 from outboxio.operations.queries.filters import Cursor
-from outboxio.storage.protocols.operating import Counted
+from outboxio.storage.protocols.operating import Counted, Found
 from outboxio.storage.tables.scanner import MAX_EVENTS
 from outboxio.storage.tables.scans import Bounds
 from outboxio.storage.tables.search import NotificationSearch
@@ -176,6 +177,21 @@ async def test_each_matching_row_is_counted_and_on_one_page(repository: Notifica
 
 async def all_of(repository: NotificationSearch, search: Search) -> list[NotificationRecord]:
     return list((await repository.find("app", search, 1000)).rows)
+
+
+async def test_a_row_that_settles_during_the_search_is_not_in_its_former_state(
+    repository: NotificationSearch, rows: list[Row], look: Look, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find, search = repository._scanner.find, Search(states=(State.PENDING,))
+
+    async def settled_after_it_is_found(*args: Any) -> Found[str, PageCursor]:
+        found = await find(*args)
+        await look.fetch(f"UPDATE {{event_notifications}} SET state = 'SUCCEEDED' WHERE id = '{found.rows[0]}'")
+        return found
+
+    before = await all_of(repository, search)
+    monkeypatch.setattr(repository._scanner, "find", settled_after_it_is_found)
+    assert [row.id for row in await all_of(repository, search)] == [row.id for row in before[1:]]
 
 
 async def test_dead_and_expired_rows_come_newest_first_over_all_handlers(

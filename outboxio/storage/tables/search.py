@@ -129,7 +129,8 @@ class NotificationSearch(ScanReads):
         """
         found = await self._scanner.find(namespace, search, limit, after, most)
         rows = await self._notifications.records(namespace, found.rows, documents=documents)
-        records = {str(row.id): row for row in rows}
+        # A row may have reached another state since its id was found.
+        records = {str(row.id): row for row in rows if not search.states or row.state in search.states}
         return Found([records[id] for id in found.rows if id in records], found.next)
 
     async def cursor_of_notification(self, namespace: str, search: Search, id: UUID) -> PageCursor | None:
