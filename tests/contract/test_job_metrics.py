@@ -127,12 +127,12 @@ async def test_a_run_is_a_span_and_its_events_continue_the_trace(make_outbox: Ma
     common = {"outboxio.namespace": outbox.namespace, "outboxio.shard": "default", "outboxio.job": "tick"}
     scheduled = f"{datetime(2030, 1, 1, 12, 1).isoformat()}.000Z"
     assert attributes(failed) == {
-        **common, "outboxio.moment": scheduled, "outboxio.attempt": 1, "outboxio.outcome": "failed",
+        **common, "outboxio.scheduled_at": scheduled, "outboxio.attempt": 1, "outboxio.outcome": "failed",
         "error.type": "ValueError",
     }  # fmt: skip
     assert failed.status.description == "ValueError: no mail server"
     assert attributes(succeeded) == {
-        **common, "outboxio.moment": scheduled, "outboxio.attempt": 2, "outboxio.outcome": "succeeded",
+        **common, "outboxio.scheduled_at": scheduled, "outboxio.attempt": 2, "outboxio.outcome": "succeeded",
     }  # fmt: skip
     assert {trace_of(traces.one(name)) for name in ("send MoneyDeposited", "process MoneyDeposited")} == {
         trace_of(succeeded)

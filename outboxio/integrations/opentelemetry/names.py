@@ -80,7 +80,7 @@ RETRY_AT = "outboxio.retry_at"
 HANDLER = "outboxio.handler"
 ROWS = "outboxio.rows"
 JOB = "outboxio.job"
-SCHEDULED_AT = "outboxio.moment"
+SCHEDULED_AT = "outboxio.scheduled_at"
 
 # Values of OUTCOME, for actions and for runs.
 COMMITTED, JOINED, DUPLICATE, REFUSED, UNKNOWN = "committed", "joined", "duplicate", "refused", "unknown"
