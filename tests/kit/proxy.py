@@ -111,7 +111,7 @@ class Proxy:
             link.flowing.set()
 
     def _accept(self, listener: socket.socket) -> None:
-        with suppress(BlockingIOError, ConnectionAbortedError):  # the client has left the queue
+        with suppress(BlockingIOError, ConnectionAbortedError):  # the client has disconnected before
             link = Link(listener.accept()[0])
             if not self._flows:
                 link.flowing.clear()
@@ -120,7 +120,7 @@ class Proxy:
 
     def _ended(self, link: Link) -> None:
         del self._links[link]
-        link.close()  # a task that was cancelled before its first step has not
+        link.close()  # a task that was cancelled before its first step has not closed it
 
     async def _run(self, link: Link) -> None:
         reader, writer = await asyncio.open_connection(sock=link.accepted)

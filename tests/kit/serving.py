@@ -21,7 +21,7 @@ async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
 
 @asynccontextmanager
 async def serving(serve: Serve, host: str = "127.0.0.1", context: ssl.SSLContext | None = None) -> AsyncGenerator[int]:
-    """The port of a server that calls ``serve`` for each connection, and closes the connection when it returns."""
+    """Yield the port of a server that calls ``serve`` for each connection, and then closes the connection."""
     loop = asyncio.get_running_loop()
     tasks: dict[asyncio.Task[None], socket.socket] = {}
 
@@ -39,12 +39,12 @@ async def serving(serve: Serve, host: str = "127.0.0.1", context: ssl.SSLContext
                 transport.abort()
 
     def ended(task: asyncio.Task[None]) -> None:
-        tasks.pop(task).close()  # a task that was cancelled before its first step has not
+        tasks.pop(task).close()  # a task that was cancelled before its first step has not closed it
         if not task.cancelled():
             task.result()
 
     def accept() -> None:
-        with suppress(BlockingIOError, ConnectionAbortedError):  # the client has left the queue
+        with suppress(BlockingIOError, ConnectionAbortedError):  # the client has disconnected before
             accepted, _ = listener.accept()
             accepted.setblocking(False)
             task = loop.create_task(run(accepted))
