@@ -2,7 +2,7 @@
 
 Tests wait for databases more than they compute, so the parts overlap. Each is a pytest process with its own servers.
 ``--seed 7`` runs the tests of each part in a random order, which the seed repeats. ``--quick`` runs the fast ones.
-The output of a part that fails is printed; the last line has the sum of all parts.
+The output of a part that fails is printed. The last lines name the tests that failed, and have the sum of all parts.
 """
 
 from __future__ import annotations
@@ -111,6 +111,9 @@ def quick(number: int) -> list[Part]:
 _SUMMARY = re.compile(r"^(?:\d+ [a-z]+(?:, )?)+ in [\d.]+s.*$", re.MULTILINE)
 _COUNTED = re.compile(r"(\d+) (passed|failed|error|skipped)")
 _FOUND = re.compile(r"^=+ databases, brokers and programs =+\n((?:[^=\n].*\n)*)", re.MULTILINE)
+_FAILED = re.compile(r"^(?:FAILED|ERROR) .*$", re.MULTILINE)
+#: Printed lines of a part that broke off and so has no list of failed tests.
+LAST_LINES = 12
 _PERCENT = re.compile(r"\[ *(\d+%)\]")
 
 
@@ -136,6 +139,14 @@ class Result:
         if not self.has_passed and not found["failed"] + found["error"]:
             found["error"] = 1
         return found
+
+    @property
+    def failures(self) -> list[str]:
+        """The failed tests, a line each; of a part that broke off, its last lines."""
+        if self.has_passed:
+            return []
+        listed = self.output.rpartition(" short test summary info ")[2]
+        return _FAILED.findall(listed) or [f"exit code {self.code}", *self.output.splitlines()[-LAST_LINES:]]
 
     @property
     def found(self) -> set[str]:
@@ -167,10 +178,12 @@ class Reports:
         self._folder = folder
         self._started = time.monotonic()
         self.results: list[Result] = []
+        self._failures: list[str] = []
 
     def run(self, part: Part, options: Sequence[str]) -> None:
         result = run(part, options, self._folder / part.name)
         self.results.append(result)
+        self._failures += [f"{part.name}: {line}" for line in result.failures]
         output = "" if result.has_passed else f"\n{result.output}\n"
         print(f"{output}{self._time()}  {part.name}: {result.summary}", flush=True)
 
@@ -186,6 +199,7 @@ class Reports:
         """Print the sums; True if all parts have passed."""
         counts = sum((result.counts for result in self.results), Counter[str]())
         print("\n".join(sorted(set().union(*(result.found for result in self.results)))))
+        print("".join(f"{line}\n" for line in self._failures), end="")
         failed = counts["failed"] + counts["error"]
         print(f"{counts['passed']} passed, {failed} failed, {counts['skipped']} skipped in {self._time()}")
         return not failed and all(result.has_passed for result in self.results)

@@ -24,6 +24,24 @@ def test_a_part_without_a_summary_is_an_error() -> None:
     assert Result(3, "1 passed in 2.00s\n").counts == Counter(passed=1, error=1)
 
 
+def test_failed_tests_are_named_at_the_end() -> None:
+    logged = "FAILED in a log\n==== short test summary info ====\nFAILED tests/a.py::b - assert 1\nERROR tests/c.py\n"
+
+    assert Result(1, f"{logged}1 failed, 1 error in 2.00s\n").failures == [
+        "FAILED tests/a.py::b - assert 1",
+        "ERROR tests/c.py",
+    ]
+    assert Result(0, "FAILED in a log\n1 passed in 2.00s\n").failures == []
+
+
+def test_the_last_lines_of_a_part_that_broke_off_are_shown() -> None:
+    assert Result(-11, "....\nFatal Python error: Segmentation fault\n").failures == [
+        "exit code -11",
+        "....",
+        "Fatal Python error: Segmentation fault",
+    ]
+
+
 def test_a_part_that_selects_no_test_passes() -> None:
     assert Result(5, "9 deselected in 2.00s\n").has_passed
 
