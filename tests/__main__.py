@@ -75,13 +75,20 @@ def on_database(name: str, dialect: str, *elsewhere: str) -> Part:
     return Part(name, dialect, ["-m", "database", *ignored(*WITHOUT_DATABASES, BROKERS, *elsewhere)])
 
 
+#: Before Python 3.11.8, ``ast.parse`` may fail with a SystemError while another thread parses (CPython issue 106905).
+#: For its own tracebacks pytest parses each file, such as the 24,000 lines of Playwright's, while an outbox in another
+#: thread formats the tracebacks of handlers; the error ends pytest.
+WITHOUT_PARSING = "--tb=native"
+
 #: The longest come first, so that all end at about the same time. MySQL has no part by engine, because its driver and
 #: its engine are those of MariaDB.
 PARTS = [
     Part("postgres contract", "postgres", ["-m", "database", "tests/contract"]),
     on_database("sqlite", "sqlite"),
     on_database("mariadb", "mariadb"),
-    Part("programs and pages", "sqlite", ["-m", "not database", *ignored("simulation", BROKERS, *RULES)]),
+    Part(
+        "programs and pages", "sqlite", [WITHOUT_PARSING, "-m", "not database", *ignored("simulation", BROKERS, *RULES)]
+    ),
     on_database("postgres others", "postgres", "contract"),
     on_database("mysql", "mysql"),
     Part("brokers", "sqlite,postgres,mariadb,mysql", ["tests/brokers"]),
