@@ -253,6 +253,16 @@ def patient_pages() -> Iterator[None]:
 
 
 @pytest.fixture
+def patient_health(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let ``health()`` wait longer than its usual 1 s, and report no blocked event loop, for busy machines."""
+    from outboxio.health import reader, rules
+
+    monkeypatch.setattr(reader, "TIMEOUT", 60.0)
+    monkeypatch.setattr(reader.HealthReader.read, "__defaults__", (60.0,))
+    monkeypatch.setattr(rules, "BLOCKED_FOR", 0.0)
+
+
+@pytest.fixture
 def in_process() -> Iterator[None]:
     """For tests that run a program in their own process, which it may configure: the process is restored."""
     with restored():

@@ -29,6 +29,14 @@ HEARTBEAT = "5s" if FULL else "500ms"
 PAUSE = 0.01 if FULL else 0.02  # seconds between two actions on a shard
 
 
+async def measure_pauses(longest: list[float]) -> None:
+    """Append each pause of this process that is longer than those before: busy machines stop it for seconds."""
+    while True:
+        before = time.monotonic()
+        await asyncio.sleep(PAUSE)
+        longest.append(max(longest[-1], time.monotonic() - before - PAUSE))
+
+
 class Handled:
     """How many events of each shard were handled, and how late each was."""
 
@@ -75,12 +83,15 @@ async def test_an_unresponsive_shard_disturbs_no_other_and_recovers(third: tuple
             before = await asyncio.gather(*(deposit(outbox, shard, until) for shard in SHARDS))
             await eventually(lambda: handled.numbers.total() == sum(before))
             handled.delays.clear()
+            pauses = [0.0]
+            measuring = asyncio.create_task(measure_pauses(pauses))
 
             proxy.stall()
             until = time.monotonic() + SILENCE
             meanwhile = await asyncio.gather(*(deposit(outbox, shard, until) for shard in SHARDS[:2]))
             expected = dict(zip(SHARDS, map(sum, zip(before, meanwhile, strict=False)), strict=False))
             await eventually(lambda: all(handled.numbers[shard] == number for shard, number in expected.items()))
+            measuring.cancel()
             delays, kept = sorted(handled.delays), sum(meanwhile) / SILENCE / (sum(before[:2]) / BEFORE)
 
             proxy.resume()
@@ -96,7 +107,7 @@ async def test_an_unresponsive_shard_disturbs_no_other_and_recovers(third: tuple
         f"\nthe other shards: {sum(before[:2]) / BEFORE:.0f} events/s before, {kept:.1%} of that in {SILENCE:g} s of "
         f"silence, p99 {p99 * 1000:.0f} ms; the third has caught up {recovered:.2f} s after its return"
     )
-    assert delays[-1] < SILENCE / 2, "an event waited for a shard that is not its own"
+    assert delays[-1] < SILENCE / 2 + pauses[-1], "an event waited for a shard that is not its own"
     assert kept > (0.95 if FULL else 0.25), "a shard was slowed down"
-    assert p99 < (0.5 if FULL else 2.0)
+    assert p99 < (0.5 if FULL else 2.0) + pauses[-1]
     assert recovered < 10

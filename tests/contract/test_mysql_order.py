@@ -290,10 +290,9 @@ async def test_no_event_of_a_key_overtakes_one_that_commits_concurrently(outbox:
     producers = [asyncio.create_task(produce(seed)) for seed in range(8)]
     random, late = Random(0), []
     try:
-        async with asyncio.timeout(30):
-            for _ in range(60):
-                await fan_out(outbox, {name: random.randint(1, 20) for name in ("First", "Second", "Third", "#audit")})
-                late += await overtaken(look)
+        for _ in range(60):
+            await fan_out(outbox, {name: random.randint(1, 20) for name in ("First", "Second", "Third", "#audit")})
+            late += await overtaken(look)
     finally:
         ends.set()
     committed = sum(await asyncio.gather(*producers))

@@ -58,7 +58,10 @@ class Calls:
         self.overlaps += len(self.now & set(keys))
         self.now |= set(keys)
         self.calls.append(rows)
-        await asyncio.sleep(0)
+        try:
+            await asyncio.sleep(0)  # where a shutdown may cancel it
+        finally:
+            self.now -= set(keys)
         failed: list[Any] = []
         broken: set[str] = set()
         for envelope, (key, number) in zip(envelopes, rows, strict=True):
@@ -69,7 +72,6 @@ class Calls:
                 broken.add(key)
             else:
                 self.done[key].append(number)
-        self.now -= set(keys)
         return failed
 
 

@@ -107,7 +107,8 @@ async def test_a_running_outbox_is_healthy_and_its_figures_are_read(make_outbox:
         await outbox.drain()
         overview = await fresh_overview(outbox)
         assert overview.level == "ok", overview.verdict
-        assert overview.verdict == ["All is well: 1 handler, 0 notifications a minute, nothing is due."]
+        [verdict] = overview.verdict  # if a minute has just ended, its notifications are counted
+        assert re.fullmatch(r"All is well: 1 handler, [0-3] notifications a minute, nothing is due\.", verdict)
         [handler] = overview.handlers
         assert (handler.handler_name, handler.aliases, handler.event_types) == ("mail", ("post",), ("MoneyDeposited",))
         assert handler.holders == {"default": (owner_of(outbox),)}
@@ -137,6 +138,7 @@ async def test_a_running_outbox_is_healthy_and_its_figures_are_read(make_outbox:
 async def test_an_overview_is_read_once_a_second_for_all_callers(
     outbox: Outbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(overview_module, "FRESH", 3600.0)
     first, *others = await asyncio.gather(*(outbox.admin.overview() for _ in range(10)))
     assert all(one is first for one in others)
     assert await outbox.admin.by("ada").overview() is first

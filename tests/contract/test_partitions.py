@@ -127,7 +127,7 @@ async def test_runs_of_all_processes_stay_within_the_cluster_limit(make_outbox: 
         await eventually(lambda: post_until_all_run() if fleet.number < 100 else True)
         async with second.running(), third.running():
             await eventually(post_until_all_run, timeout=SHARED_WITHIN)
-        await eventually(lambda: fleet.number == posted)
+        await eventually(lambda: fleet.number >= posted)
     assert fleet.most == 7
 
 

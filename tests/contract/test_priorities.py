@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from outboxio import Action, Event, EventEnvelope, Outbox, RetryPolicy, Settings, Transaction, Unprocessable
+from outboxio.dispatch import scheduler
 from outboxio.testing import MovableClock
 from tests.kit.app import Emit, Look, MoneyDeposited, eventually
 
@@ -48,7 +49,10 @@ class Starts:
         return handle
 
 
-async def test_a_lower_number_goes_first_when_slots_are_scarce(make_outbox: MakeOutbox) -> None:
+async def test_a_lower_number_goes_first_when_slots_are_scarce(
+    make_outbox: MakeOutbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "LONGEST_TURN", 3600.0)
     outbox = await make_outbox(settings=Settings(concurrency=1))
     starts = Starts()
     outbox.handler(MoneyDeposited, name="audit", priority=10)(starts.handler("audit"))

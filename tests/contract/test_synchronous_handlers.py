@@ -15,8 +15,10 @@ import anyio.from_thread
 import pytest
 
 from outboxio import Action, Batch, EventEnvelope, EventHandler, Outbox, RetryPolicy, Settings, Transaction
+from outboxio.handlers.in_thread import InThread
 from outboxio.testing import MovableClock
 from tests.kit.app import Emit, Look, MoneyDeposited, WalletOpened, eventually
+from tests.kit.inside import shard_of
 from tests.kit.spies import counters
 
 pytestmark = [pytest.mark.above_statements, pytest.mark.slow]
@@ -275,16 +277,24 @@ async def test_a_plain_function_sees_the_shutdown(make_outbox: MakeOutbox, look:
 
 
 async def test_a_run_past_its_timeout_is_stuck_until_its_function_ends(
-    make_outbox: MakeOutbox, stubborn: Calls, caplog: pytest.LogCaptureFixture
+    make_outbox: MakeOutbox, stubborn: Calls, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outbox = await make_outbox(settings=QUICK)
     outbox.handler(MoneyDeposited, name="slow", timeout="50ms", concurrency=1, retry=RetryPolicy(base="1ms"))(stubborn)
+    stack_of = InThread.stack_of
+
+    def stack_of_the_call(call: InThread, task: Any) -> Any:
+        while not stubborn.now:  # a busy machine may start the thread later than the timeout expires
+            time.sleep(0.001)
+        return stack_of(call, task)
+
+    monkeypatch.setattr(InThread, "stack_of", stack_of_the_call)
     async with outbox.running():
         await outbox.executor.execute(Emit((1,)))
         await eventually(lambda: counters(outbox).stuck == 1 and counters(outbox).failed == 1)
         (record,) = await outbox.admin.list()
-        assert "self.gate.wait(30)" in str(record.errors[0]["traceback"])
-        assert "self.gate.wait(30)" in caplog.text
+        assert "in __call__" in str(record.errors[0]["traceback"])
+        assert "in __call__" in caplog.text
         await outbox.executor.execute(Emit((2,)))
         await eventually(lambda: 2 in stubborn.amounts)
         await outbox.drain(timeout=10)
@@ -346,8 +356,7 @@ async def test_a_function_that_outlives_the_shutdown_is_not_started_twice(
     assert stubborn.amounts == [1]
 
     stubborn.gate.set()
-    await eventually(lambda: stubborn.now == 0)
-    await asyncio.sleep(0)
+    await eventually(lambda: not shard_of(outbox).stuck.ids)
     await outbox.drain(timeout=20)
     assert stubborn.amounts == [1, 1]
     assert await look.states() == {"SUCCEEDED": 1}

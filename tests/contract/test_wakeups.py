@@ -190,9 +190,9 @@ async def test_a_row_locked_by_a_transaction_is_handled_after_it_ends(make_outbo
         await _lock_first_row(look, connection)
         async with unpolled(outbox):
             await eventually(lambda: counters(outbox).refused >= 2)
-            refused = counters(outbox).refused
             assert len(journal) == 0
             await end()
+            refused = counters(outbox).refused
             await journal.calls(2)
             assert counters(outbox).refused <= refused + 1, "a locked row is retried occasionally, not continuously"
 

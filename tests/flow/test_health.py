@@ -29,11 +29,12 @@ import asyncio, os, time
 from pathlib import Path
 from outboxio import Event, EventEnvelope, Outbox, Settings
 from outboxio.health import facts
-from outboxio.loops import loop as pulse
+from outboxio.loops import blocked_loop, loop as pulse
 
 facts.REACHED_WITHIN = 3.0
 pulse.LONGEST_ROUND = 1.0
 pulse.SHORTEST = 1.5
+blocked_loop.THRESHOLD = 2.5  # a machine may stop the process for a second
 
 class Ordered(Event):
     number: int

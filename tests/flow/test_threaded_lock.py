@@ -21,6 +21,8 @@ from tests.kit.app import eventually, hang
 NOON = datetime(2026, 1, 1, 12)
 NAME = LockName("app", "dispatch", "mail")
 HEARTBEAT = 0.1
+LONG = 60.0
+"""A heartbeat during which the thread sends none by itself."""
 
 
 class Inner:
@@ -96,6 +98,7 @@ async def begin(lock: ThreadedLock, on_wakeup: Callable[[str], None] = lambda pa
 
 
 async def test_everything_runs_in_the_thread(lock: ThreadedLock, inner: Inner) -> None:
+    lock._heartbeat = LONG
     await begin(lock)
     assert await lock.acquire([NAME]) == {NAME: LockGrant(1, 0)}
     assert await lock.try_probe(NAME)
@@ -136,6 +139,7 @@ async def test_heartbeats_stop_when_the_loop_is_blocked_too_long(
 
 
 async def test_a_recent_proof_is_not_repeated(lock: ThreadedLock, inner: Inner) -> None:
+    lock._heartbeat = LONG
     first = await begin(lock)
     assert await lock.heartbeat() is first
     assert inner.calls.count("heartbeat") == 1
@@ -213,6 +217,7 @@ async def test_a_cancelled_close_ends_the_session_as_well(lock: ThreadedLock, in
 
 
 async def test_the_lock_may_be_reopened_after_close(lock: ThreadedLock, inner: Inner) -> None:
+    lock._heartbeat = LONG
     for _ in range(2):
         await begin(lock)
         await lock.close()

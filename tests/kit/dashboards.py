@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from outboxio.dashboard import app as app_module
 from outboxio.dashboard import lists, page_request
+from outboxio.health import collector
 
 BASE = "http://outbox.test"
 FORM = {"content-type": "application/x-www-form-urlencoded"}
@@ -25,7 +26,7 @@ PATIENCE = 60.0
 
 @contextmanager
 def patient_pages() -> Iterator[None]:
-    """Raise the page timeout of each dashboard created in the block to a minute, from 1 to 6 s.
+    """Raise the timeouts of each page and overview created in the block to a minute, from 1 to 6 s.
 
     A machine that is busy, or that stops the process for some seconds, is not a database that does not answer.
     """
@@ -36,6 +37,7 @@ def patient_pages() -> Iterator[None]:
             stack.enter_context(mock.patch.object(module, "PATIENCE", PATIENCE))
         event = import_module("outboxio.dashboard.pages.events")
         stack.enter_context(mock.patch.object(event, "TREE_PATIENCE", PATIENCE))
+        stack.enter_context(mock.patch.object(collector, "PATIENCE", PATIENCE))
         yield
 
 

@@ -18,6 +18,7 @@ def thread() -> Iterator[Background]:
     background = Background.enlist()
     yield background
     background.leave()
+    background._thread.join(60)
     assert not background.is_alive
 
 
@@ -87,6 +88,7 @@ async def test_a_new_thread_starts_after_the_old_one_ended() -> None:
     assert second is not first
     assert second.is_alive
     second.leave()
+    second._thread.join(60)
     assert [thread for thread in threading.enumerate() if thread.name == "outboxio"] == []
 
 

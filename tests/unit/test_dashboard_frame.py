@@ -27,7 +27,7 @@ from outboxio.health.rules import RULE_NAMES, RULES
 from outboxio.testing import memory_outbox
 from tests.kit.dashboards import BASE, browser, send_form
 
-pytestmark = pytest.mark.usefixtures("in_process")
+pytestmark = pytest.mark.usefixtures("in_process", "patient_pages")
 
 ID = "019c0000-0000-7000-8000-000000000000"
 STATIC = Path(__file__).parents[2] / "outboxio" / "dashboard" / "static"

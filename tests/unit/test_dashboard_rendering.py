@@ -28,6 +28,8 @@ from outboxio.testing import memory_outbox
 from tests.kit.dashboards import browser
 from tests.kit.sources import ROOT
 
+pytestmark = pytest.mark.usefixtures("patient_pages")
+
 NOON = datetime(2026, 11, 25, 12)
 
 

@@ -23,6 +23,8 @@ from outboxio.dashboard.app import FORM_ACTIONS, PAGES
 from outboxio.testing import memory_outbox
 from tests.kit.dashboards import browser, send_form
 
+pytestmark = pytest.mark.usefixtures("patient_pages")
+
 ID = "019c0000-0000-7000-8000-000000000000"
 MANY = "&".join(["a=1"] * 2001)
 PATHS = [re.sub(r"\{\w+(:\w+)?\}", ID, route.path) for route in PAGES]

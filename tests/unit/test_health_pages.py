@@ -21,8 +21,9 @@ from outboxio import ConfigurationError, Outbox, health_app, serve_health
 from outboxio.health import pages
 from outboxio.testing import memory_outbox
 from tests.kit.app import eventually, turns
+from tests.kit.ports import free_port
 
-pytestmark = pytest.mark.usefixtures("in_process")
+pytestmark = pytest.mark.usefixtures("in_process", "patient_health")
 
 
 def client_of(app: Any) -> httpx.AsyncClient:
@@ -272,6 +273,7 @@ async def test_a_slow_client_is_cut_off_before_and_after_its_request(monkeypatch
     monkeypatch.setattr(pages, "LINGERS", 0.2)
     async with served() as port:
         assert await sent(port, b"GET /live HT") == b""
+        monkeypatch.setattr(pages, "PATIENCE", 60.0)  # for the page itself
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"GET /live HTTP/1.1\r\n\r\n")
         assert Answer(await reader.read()).status == 200
@@ -292,8 +294,9 @@ async def test_the_oldest_of_many_idle_connections_is_closed(monkeypatch: pytest
 
 
 async def test_leaving_the_block_closes_connections_and_frees_the_port() -> None:
+    port = free_port()
     async with memory_outbox() as outbox:
-        async with serve_health(outbox, 0) as port:
+        async with serve_health(outbox, port):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             await turns()  # the listener has the same event loop, and accepts the connection
         async with asyncio.timeout(5):

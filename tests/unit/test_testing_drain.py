@@ -173,7 +173,7 @@ async def test_an_event_that_cannot_be_decoded_is_raised() -> None:
 
 
 @pytest.mark.slow
-async def test_a_timeout_has_the_earlier_failures_as_its_cause() -> None:
+async def test_a_timeout_has_the_earlier_failures_as_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     async with memory_outbox() as outbox:
 
         @outbox.handler(MoneyDeposited, name="fails")
@@ -184,6 +184,18 @@ async def test_a_timeout_has_the_earlier_failures_as_its_cause() -> None:
         async def hangs(envelope: Deposited) -> None:
             await asyncio.Event().wait()
 
+        async def expires_after_the_failure(timeout: object) -> None:
+            draining = asyncio.create_task(really_drain(None))
+            await eventually(has_failed)
+            draining.cancel()
+            await asyncio.wait([draining])
+            raise DrainTimeout("default")
+
+        async def has_failed() -> bool:
+            return (await outbox.admin.counts())["FAILED"] == 1
+
+        really_drain = outbox.drain
+        monkeypatch.setattr(outbox, "drain", expires_after_the_failure)
         await outbox.executor.execute(Emit((1,)))
         with pytest.raises(DrainTimeout) as caught:
             await drain(outbox, timeout="1s")
