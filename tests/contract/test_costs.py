@@ -26,6 +26,7 @@ from outboxio.model.lock_name import LockName
 from outboxio.model.notification import DueQuery, State
 from outboxio.model.operating.operation import JobRow
 from outboxio.model.outcome import Bucket, Lease, Outcome
+from outboxio.runtime import run_loops
 from outboxio.storage.postgres import events
 from outboxio.storage.postgres.connection import LOOP_SETTINGS, applying
 from outboxio.storage.postgres.events import FAN_OUT_PLAIN, UNLESS_MADE, id_head
@@ -179,14 +180,16 @@ def succeeded(rows: Sequence[Any], lease: Lease) -> Bucket:
     return Bucket(State.SUCCEEDED, 1, sorted(outcomes, key=lambda outcome: outcome.notification_id.int))
 
 
-async def test_a_drain_needs_few_batches(wire: Wire, make_outbox: MakeOutbox) -> None:
+async def test_a_drain_needs_few_batches(wire: Wire, make_outbox: MakeOutbox, monkeypatch: pytest.MonkeyPatch) -> None:
     """Outcomes wait here for more outcomes, not for a delay; the number of reads depends slightly on timing.
 
     On PostgreSQL the same statement reads events and creates notifications, and after the last one fan-out reads a few
     more times, less and less often, and only for a short time.
     """
     events = 5 * BATCH
-    outbox = await make_outbox(settings=Settings(outcome_delay="20s", notify=False))
+    monkeypatch.setattr(run_loops, "SETTLE_DELAY", 3600.0)
+    rarely = {"fanout_poll_delay": "1h", "handling_poll_delay": "1h"}
+    outbox = await make_outbox(settings=Settings(outcome_delay="20s", notify=False, **rarely))
     outbox.handler(MoneyDeposited, name="h")(Journal())
     await deposits(outbox, events)
 

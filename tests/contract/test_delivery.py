@@ -437,11 +437,11 @@ async def test_waiting_for_transactions_does_not_count_toward_the_timeout(outbox
     """There are fewer transactions than runs, and all runs together take longer than the timeout of a run."""
     calls = 0
 
-    @outbox.handler(MoneyDeposited, name="slow", delivery="transactional", timeout="1s")
+    @outbox.handler(MoneyDeposited, name="slow", delivery="transactional", timeout="3s")
     async def handle(envelope: Envelope) -> None:
         nonlocal calls
         calls += 1
-        await asyncio.sleep(0.15)
+        await asyncio.sleep(0.4)
 
     await outbox.executor.execute(Emit(tuple(range(12 if look.is_file else 100))))
     drained = await outbox.drain()

@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 from uuid import uuid4
 
@@ -144,21 +144,25 @@ async def test_a_login_event_listener_applies_to_the_loops(mysql_url: str, look:
 # --- one reader at a time ----------------------------------------------------------------------------------
 
 
-async def is_reading(connection: Any) -> None:
-    """Wait until a task waits for a response on the connection."""
-    await eventually(lambda: driver.reads(connection) is not None)
+@asynccontextmanager
+async def waiting(url: str, connection: Any) -> AsyncGenerator[asyncio.Task[Any]]:
+    """A task that waits for a response on the connection, until the end of the block."""
+    async with mysql.connected(url) as other:
+        await mysql.fetch(other, "SELECT GET_LOCK('response', 0)")
+        task = asyncio.create_task(connection.query("SELECT GET_LOCK('response', 60)"))
+        await eventually(lambda: driver.reads(connection) is not None)
+        yield task
 
 
 async def test_a_second_task_on_a_connection_is_refused(mysql_url: str) -> None:
     """asyncmy itself would let the first task wait without limit."""
     async with outbox_on(mysql_url) as outbox, outbox.transaction("Ask") as tx:
         connection = tx.connection
-        first = asyncio.create_task(connection.query("SELECT SLEEP(0.2)"))
-        await is_reading(connection)
-        with pytest.raises(RuntimeError, match="another task is waiting"):
-            driver.refuse_second_reader(connection)
-        with pytest.raises(RuntimeError, match="another task is waiting"):
-            driver.cursor(connection, driver.Cursor)
+        async with waiting(mysql_url, connection) as first:
+            with pytest.raises(RuntimeError, match="another task is waiting"):
+                driver.refuse_second_reader(connection)
+            with pytest.raises(RuntimeError, match="another task is waiting"):
+                driver.cursor(connection, driver.Cursor)
         await first
         assert await tx.fetchval("SELECT 7") == 7
 
@@ -171,12 +175,12 @@ async def test_an_abandoned_task_fails_the_commit(mysql_url: str, look: Look) ->
         connection = tx.connection
         tx.session.add(Order(id=1))
         await tx.session.flush()
-        tasks.append(asyncio.create_task(connection.query("SELECT SLEEP(0.2)")))
-        await is_reading(connection)
+        tasks.append(await stack.enter_async_context(waiting(mysql_url, connection)))
 
     async with outbox_on(mysql_url) as outbox:
-        with pytest.raises(RuntimeError, match="another task is waiting"):
-            await outbox.executor.execute(doing(abandon_task))
+        async with AsyncExitStack() as stack:
+            with pytest.raises(RuntimeError, match="another task is waiting"):
+                await outbox.executor.execute(doing(abandon_task))
         await asyncio.wait(tasks)
         assert tasks[0].exception() is not None
         assert await look.fetch("SELECT id FROM orders") == await look.events() == []

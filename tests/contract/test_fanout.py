@@ -14,6 +14,7 @@ import pytest
 
 from outboxio import Event, Outbox, Settings
 from outboxio.handlers.options import Subscription
+from outboxio.support import scan_position
 from outboxio.testing import MovableClock
 from tests.kit.app import Emit, Journal, Look, MoneyDeposited, WalletOpened, eventually
 from tests.kit.inside import database_of
@@ -566,7 +567,10 @@ async def test_a_round_with_a_lost_response_is_repeated_safely(make_outbox: Make
     assert await look.states() == {"SUCCEEDED": 1}
 
 
-async def test_a_round_is_one_statement_for_any_batch_size(make_outbox: MakeOutbox) -> None:
+async def test_a_round_is_one_statement_for_any_batch_size(
+    make_outbox: MakeOutbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scan_position, "SWEEP_IN_BACKLOG", 3600.0)
     outbox = await make_outbox(settings=Settings(handling_enabled=False))
     for name in ("first", "second", "third"):
         outbox.handler(MoneyDeposited, name=name)(Journal())

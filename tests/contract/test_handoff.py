@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from outboxio import Batch, Outbox, Settings
+from outboxio.dispatch import finder
 from outboxio.fanout.fanout import FEW
 from outboxio.model.notification import Notification
 from outboxio.runs.handler_queue import FIRST_WINDOW
@@ -80,7 +81,8 @@ def found(outbox: Outbox) -> list[int]:
     return numbers
 
 
-async def test_rows_that_are_handed_over_need_no_read(make_outbox: MakeOutbox) -> None:
+async def test_rows_that_are_handed_over_need_no_read(make_outbox: MakeOutbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(finder, "SWEEP_IN_BACKLOG", 3600.0)
     outbox, journal = await make_outbox(settings=QUIET), Journal()
     outbox.handler(MoneyDeposited, name="h")(journal)
     numbers = found(outbox)

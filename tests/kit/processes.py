@@ -86,9 +86,10 @@ class Worker:
         """Wait until a condition on the reports holds."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout):
+                self._arrived.clear()  # before the reports are read, by either condition
                 while not (holds() or self.is_gone):
-                    self._arrived.clear()
                     await self._arrived.wait()
+                    self._arrived.clear()
         assert holds(), f"not reported: {self.reports[-20:]}"
 
     async def until_running(self, *locks: str) -> None:

@@ -1,17 +1,20 @@
-"""The servers of the tests leak no connection: otherwise a later test fails with a warning about an unclosed socket."""
+"""The servers of the tests leak no connection, or a later test fails with a warning; and no test waits in vain."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import socket
 import warnings
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import pytest
 
+from tests.kit.processes import Worker
 from tests.kit.proxy import proxy_to
 from tests.kit.serving import hang_up, serving
 
@@ -36,3 +39,20 @@ async def test_a_server_that_stops_closes_a_connection_that_just_arrived(kind: s
         client.close()
         gc.collect()
     assert [str(each.message) for each in warned] == []
+
+
+async def test_a_report_that_is_read_during_a_check_ends_the_wait() -> None:
+    reading, writing = os.pipe()
+    worker, checks = Worker(cast(Any, None), reading), list[int]()
+
+    def holds() -> bool:
+        is_reported = bool(worker.of("came"))
+        if not checks:  # the report arrives after the check, and before the worker is asked whether it has ended
+            os.write(writing, b'{"what": "came"}\n')
+        checks.append(1)
+        return is_reported
+
+    async with asyncio.timeout(30):
+        await worker.until_it(holds)
+    os.close(writing)
+    assert worker.is_gone
