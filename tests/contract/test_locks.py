@@ -298,7 +298,7 @@ async def test_idle_sessions_are_closed_and_reopened(make_outbox: MakeOutbox) ->
 
 
 async def test_a_held_lock_is_proven_beyond_the_servers_idle_timeout(make_outbox: MakeOutbox) -> None:
-    outbox = await make_outbox(settings=Settings(lock_heartbeat="1s"))
+    outbox = await make_outbox(settings=Settings(lock_heartbeat="2s"))
     async with held(outbox, "k") as holder:
         [session] = lock_sessions_of(outbox)
         for _ in range(3):
@@ -330,7 +330,7 @@ def closing_statement(url: str) -> bytes:
 
 
 async def test_a_lock_survives_another_session_lost_while_closing(server_url: str) -> None:
-    settings = Settings(lock_heartbeat="1s")
+    settings = Settings(lock_heartbeat="2s")
     async with (
         proxy_to(server_url) as proxy,
         Outbox(proxy.url, namespace="app", settings=settings) as outbox,

@@ -278,11 +278,11 @@ async def test_waiting_for_a_transaction_does_not_count_for_consumed_messages(
     monkeypatch.setattr(type(database_of(outbox)), "handler_transactions", property(lambda self: 1))
     calls = 0
 
-    @outbox.handler(Slow, name="slow", delivery="transactional", timeout="1500ms")  # together they wait for 2 s
+    @outbox.handler(Slow, name="slow", delivery="transactional", timeout="3s")  # together they wait for 4 s
     async def handle(envelope: Envelope) -> None:
         nonlocal calls
         calls += 1
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.2)
 
     async with asyncio.TaskGroup() as group:
         for number in range(20):
