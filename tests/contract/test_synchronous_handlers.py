@@ -35,7 +35,7 @@ class Calls:
 
     def __init__(self, waits: Callable[[Envelope], bool] = lambda envelope: False) -> None:
         self.amounts: list[int] = []
-        self.gate = threading.Event()
+        self.called, self.gate = threading.Event(), threading.Event()
         self.now = self.most = 0
         self._waits = waits
         self._lock = threading.Lock()
@@ -44,6 +44,7 @@ class Calls:
         with self._lock:
             self.amounts.append(int(envelope.event.amount))
             self.now += 1
+            self.called.set()
             self.most = max(self.most, self.now)
         try:
             if self._waits(envelope):
@@ -284,8 +285,7 @@ async def test_a_run_past_its_timeout_is_stuck_until_its_function_ends(
     stack_of = InThread.stack_of
 
     def stack_of_the_call(call: InThread, task: Any) -> Any:
-        while not stubborn.now:  # a busy machine may start the thread later than the timeout expires
-            time.sleep(0.001)
+        assert stubborn.called.wait(30)  # a busy machine may start the thread after the timeout has expired
         return stack_of(call, task)
 
     monkeypatch.setattr(InThread, "stack_of", stack_of_the_call)

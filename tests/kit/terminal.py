@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 SERVERS = ("uvicorn", "outboxio worker", "outboxio dashboard")
-READS = ("curl localhost",)
+READS = ("curl localhost", "SHOP_TRACES=traces.jsonl python -m shop.tracing")
 CTRL_C, CTRL_Z = b"\x03", b"\x1a"
 
 
