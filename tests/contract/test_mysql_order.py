@@ -23,6 +23,7 @@ from outboxio.support.scan_position import FairShare
 from tests.kit import inside, mysql
 from tests.kit.app import WALLETS, Look, eventually, opened
 from tests.kit.probes import open_transaction
+from tests.kit.storage import undelivered
 
 pytestmark = pytest.mark.with_tables
 
@@ -119,7 +120,7 @@ async def test_each_of_hundreds_of_types_gets_its_turn(outbox: Outbox, look: Loo
     assert {name for done in found[:rounds] for name in done.events} == set(names)
     assert sum(done.notifications for done in found) == 149 * 8 + 1
     assert len(found) <= 2 * rounds + 1, "a round claims less than its limit"
-    assert await database_of(outbox).stored_events.count_undelivered("app") == 0
+    assert await undelivered(database_of(outbox), "app") == 0
 
 
 async def test_locked_types_cause_no_busy_loop(outbox: Outbox, look: Look) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from datetime import datetime, timedelta
 from decimal import Decimal
+from typing import Any
 from uuid import uuid4
 
 import pytest
@@ -13,6 +14,7 @@ from outboxio import ConfigurationError, Outbox, Received, Removed, Settings, Un
 from outboxio.testing import MovableClock
 from tests.kit.app import Emit, Journal, Look, MoneyDeposited, WalletOpened, eventually
 from tests.kit.inside import cursors_of
+from tests.kit.spies import watch
 
 pytestmark = pytest.mark.above_statements
 
@@ -37,6 +39,25 @@ async def test_inspect_returns_one_notification_or_all_of_an_event(outbox: Outbo
     assert [(r.id, r.errors[-1]["message"]) for r in await outbox.admin.inspect(one.id)] == [(one.id, "no")]
     assert [r.handler_name for r in await outbox.admin.inspect(other.event_id)] == ["first", "second"]
     assert await outbox.admin.inspect(uuid4()) == []
+
+
+# --- counts ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.above_statements(False)
+async def test_an_event_that_is_fanned_out_meanwhile_is_counted(outbox: Outbox) -> None:
+    outbox.handler(MoneyDeposited, name="first")(Journal())
+    await emit(outbox, 1)
+
+    async def then_fan_out(count: Callable[..., Awaitable[Any]], *args: Any) -> Any:
+        counts = await count(*args)
+        await outbox.drain()
+        return counts
+
+    watch(outbox, "stored_notifications").trouble["count_states"] = then_fan_out
+    counts = await outbox.admin.counts()
+
+    assert {state: number for state, number in counts.items() if number} == {"undelivered": 1}
 
 
 # --- pause -----------------------------------------------------------------------------------------

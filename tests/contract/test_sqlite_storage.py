@@ -60,6 +60,7 @@ from outboxio.support.ids import uuid7
 from tests.contract.test_schema import SHARED
 from tests.kit.app import eventually, turns
 from tests.kit.rendered import on_sqlite
+from tests.kit.storage import undelivered
 from tests.kit.virtual_time import timers
 
 NOW = datetime(2026, 1, 31, 9, 5)  # no microseconds, but the text must have six decimals
@@ -482,7 +483,7 @@ async def test_close_is_idempotent_and_a_file_can_be_reopened(in_file: SqliteDat
     await emit(in_file, event())
     await in_file.close()
     await in_file.close()
-    assert await in_file.stored_events.count_undelivered("ns") == 1
+    assert await undelivered(in_file, "ns") == 1
 
 
 def test_a_database_outlives_the_event_loop_that_used_it_first() -> None:
@@ -491,7 +492,7 @@ def test_a_database_outlives_the_event_loop_that_used_it_first() -> None:
     async def run_many() -> int:
         """Run many tasks at once, so that some wait for their turn."""
         await asyncio.gather(*(emit(database, event()) for _ in range(5)))
-        return await database.stored_events.count_undelivered("ns")
+        return await undelivered(database, "ns")
 
     asyncio.run(database.schema.migrate())
     assert [asyncio.run(run_many()), asyncio.run(run_many())] == [5, 10]
@@ -513,16 +514,16 @@ def test_an_open_database_does_not_prevent_interpreter_exit(path: Path) -> None:
 async def test_a_reader_sees_committed_rows_without_waiting(in_file: SqliteDatabase) -> None:
     async with transaction(in_file) as session:
         await session.insert_events(action(), [event()])
-        assert await asyncio.create_task(in_file.stored_events.count_undelivered("ns")) == 0
+        assert await asyncio.create_task(undelivered(in_file, "ns")) == 0
         await session.commit()
-        assert await in_file.stored_events.count_undelivered("ns") == 1
+        assert await undelivered(in_file, "ns") == 1
 
 
 async def test_in_memory_a_reader_waits_for_the_action_to_finish() -> None:
     async with migrated(None) as database:
         async with transaction(database) as session:
             await session.insert_events(action(), [event()])
-            reader = asyncio.create_task(database.stored_events.count_undelivered("ns"))
+            reader = asyncio.create_task(undelivered(database, "ns"))
             await asyncio.sleep(0)
             await session.fetch("SELECT 1", ())
             assert not reader.done()
@@ -560,7 +561,7 @@ async def test_a_failing_commit_does_not_affect_the_next_transaction(
     async with asyncio.timeout(20):
         await asyncio.gather(fails(), follows())
 
-    assert await database.stored_events.count_undelivered("ns") == 1
+    assert await undelivered(database, "ns") == 1
 
 
 async def _with_deferred_references(database: SqliteDatabase) -> None:
@@ -680,7 +681,7 @@ async def test_a_cancelled_statement_finishes_before_the_rollback(database: Sqli
         statement.cancel()
         await session.rollback()
         assert not session.in_transaction()
-    assert await database.stored_events.count_undelivered("ns") == 0
+    assert await undelivered(database, "ns") == 0
 
 
 async def test_a_cancelled_begin_leaves_no_transaction_open(database: SqliteDatabase) -> None:
@@ -695,7 +696,7 @@ async def test_a_cancelled_begin_leaves_no_transaction_open(database: SqliteData
         beginning.cancel()
         await asyncio.gather(beginning, return_exceptions=True)
         await emit(database, event())
-    assert await database.stored_events.count_undelivered("ns") == 4
+    assert await undelivered(database, "ns") == 4
 
 
 async def test_a_cancelled_waiting_task_delays_no_other(database: SqliteDatabase) -> None:
@@ -704,7 +705,7 @@ async def test_a_cancelled_waiting_task_delays_no_other(database: SqliteDatabase
         await asyncio.sleep(0)
         waiting[1].cancel()
     await asyncio.gather(*waiting, return_exceptions=True)
-    assert await database.stored_events.count_undelivered("ns") == 2
+    assert await undelivered(database, "ns") == 2
 
 
 @pytest.mark.parametrize("number", [1, 2, 4, 8, 16, 32])
@@ -716,13 +717,13 @@ async def test_a_cancelled_internal_write_is_all_or_nothing(database: SqliteData
     round_.cancel()
     await asyncio.gather(round_, return_exceptions=True)
     await database.events.fan_out(FanoutRequest("ns", NOW, SINCE, {}, 1000))
-    assert await database.stored_notifications.count_states("ns") == {"PENDING": 200}
+    assert await database.stored_notifications.count_states("ns") == {"PENDING": 200, "undelivered": 0}
 
 
 async def test_an_uncommitted_session_is_rolled_back_on_return(database: SqliteDatabase) -> None:
     async with transaction(database) as session:
         await session.insert_events(action(), [event()])
-    assert await database.stored_events.count_undelivered("ns") == 0
+    assert await undelivered(database, "ns") == 0
     await emit(database, event())
 
 
@@ -732,7 +733,7 @@ async def test_a_connection_closed_by_the_application_is_replaced(in_file: Sqlit
         with pytest.raises(sqlite3.ProgrammingError, match="closed"):
             await session.commit()
     await emit(in_file, event())
-    assert await in_file.stored_events.count_undelivered("ns") == 1
+    assert await undelivered(in_file, "ns") == 1
 
 
 async def test_a_discarded_connection_is_never_used_again(in_file: SqliteDatabase) -> None:
@@ -850,7 +851,7 @@ async def test_a_user_row_factory_does_not_change_internal_reads(database: Sqlit
     async with transaction(database) as session:
         session.connection.row_factory = lambda cursor, row: {"only": "names"}
     await emit(database, event())
-    assert await database.stored_events.count_undelivered("ns") == 1
+    assert await undelivered(database, "ns") == 1
 
 
 async def test_the_session_detects_a_transaction_ended_elsewhere(database: SqliteDatabase) -> None:
@@ -876,7 +877,7 @@ async def test_events_are_recorded_in_the_transaction_of_a_sqlite3_connection(
             assert session.in_transaction()
             await session.insert_events(action(), [event(), event()])
             connection.execute(end)
-            assert await in_file.stored_events.count_undelivered("ns") == expected
+            assert await undelivered(in_file, "ns") == expected
 
 
 async def test_events_are_recorded_in_the_transaction_of_an_aiosqlite_connection(
@@ -891,11 +892,11 @@ async def test_events_are_recorded_in_the_transaction_of_an_aiosqlite_connection
         assert session.in_transaction()
         await session.insert_events(action(), [event()])
         await connection.rollback()
-        assert await in_file.stored_events.count_undelivered("ns") == 0
+        assert await undelivered(in_file, "ns") == 0
         await connection.execute("INSERT INTO pets VALUES ('a')")
         await session.insert_events(action(), [event()])
         await connection.commit()
-        assert await in_file.stored_events.count_undelivered("ns") == 1
+        assert await undelivered(in_file, "ns") == 1
 
 
 async def test_all_events_of_an_action_are_written_or_none(in_file: SqliteDatabase, path: Path) -> None:
@@ -907,7 +908,7 @@ async def test_all_events_of_an_action_are_written_or_none(in_file: SqliteDataba
         with pytest.raises(sqlite3.IntegrityError):
             await session.insert_events(action(), [event(), twice, twice])
         connection.commit()
-    assert await in_file.stored_events.count_undelivered("ns") == 0
+    assert await undelivered(in_file, "ns") == 0
 
 
 async def test_events_beyond_the_variable_limit_are_one_statement(database: SqliteDatabase) -> None:
@@ -1062,7 +1063,7 @@ async def test_events_of_a_refused_bucket_are_not_written(database: SqliteDataba
     assert [
         await database.notifications.settle_emitting(Bucket(State.SUCCEEDED, 1, [outcome]), NOW) for outcome in outcomes
     ] == [0, 1]
-    assert await database.stored_events.count_undelivered("ns") == 1
+    assert await undelivered(database, "ns") == 1
 
 
 async def test_the_last_ten_errors_are_kept(database: SqliteDatabase) -> None:

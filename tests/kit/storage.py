@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from decimal import Decimal
+from typing import Any
 from uuid import uuid4
 
 from outboxio import Outbox
@@ -18,6 +19,12 @@ from tests.kit.inside import database_of
 
 NOW = datetime(2030, 1, 1, 12)  # the time of the `clock` fixture
 LONG_AGO = datetime(2000, 1, 1)
+
+
+async def undelivered(database: Any, namespace: str) -> int:
+    """The number of events that fan-out has not delivered yet."""
+    counts: dict[str, int] = await database.stored_notifications.count_states(namespace)
+    return counts["undelivered"]
 
 
 class Store:

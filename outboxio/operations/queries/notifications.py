@@ -59,7 +59,6 @@ class NotificationQueries(AdminBase):
         for one in self._shards.chosen(shard):
             for state, number in (await one.database.stored_notifications.count_states(self._namespace)).items():
                 counts[state] = counts.get(state, 0) + number
-            counts["undelivered"] += await one.database.stored_events.count_undelivered(self._namespace)
             counts["unroutable"] += await count_unroutable(one.database, self._namespace, one.clock, self._settings)
         return counts
 

@@ -16,14 +16,6 @@ from outboxio.support.ids import uuid7
 
 # --- statements ------------------------------------------------------------------------------------
 
-COUNT_UNDELIVERED = Query(
-    """
-SELECT count(*) FROM {table events events_undelivered e}
-WHERE e.namespace = :namespace AND e.delivered = FALSE AND e.event_type IS NOT NULL
-""",
-    int,
-)
-
 _WAITING = """
 SELECT count(*), min(w.event_date) FROM (
   SELECT e.event_date FROM {table events %s e} WHERE e.namespace = :namespace AND %s
@@ -92,10 +84,6 @@ class StoredEvents:
     def __init__(self, port: Port, subscriptions: Subscriptions) -> None:
         self._port = port
         self._subscriptions = subscriptions
-
-    async def count_undelivered(self, namespace: str) -> int:
-        """Count the events that fan-out has not delivered yet."""
-        return (await self._port.fetch(COUNT_UNDELIVERED, namespace=namespace))[0]
 
     async def count_waiting(self, namespace: str, keys: Sequence[str], most: int, *, are_topics: bool) -> Waiting:
         """Count the undelivered events of these types or topics, up to ``most`` for each key."""

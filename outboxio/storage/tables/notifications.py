@@ -48,8 +48,14 @@ ORDER BY {{order}} LIMIT 1
     order=_ORDER,
 )
 
+# One statement, because fan-out may make an undelivered event a notification between two.
 COUNT_STATES = Query(
-    "SELECT state, count(*) FROM eventlog.event_notifications WHERE namespace = :namespace GROUP BY state",
+    """
+SELECT n.state, count(*) FROM eventlog.event_notifications n WHERE n.namespace = :namespace GROUP BY n.state
+UNION ALL
+SELECT 'undelivered', count(*) FROM {table events events_undelivered e}
+WHERE e.namespace = :namespace AND e.delivered = FALSE AND e.event_type IS NOT NULL
+""",
     tuple[str, int],
 )
 
@@ -233,7 +239,7 @@ class StoredNotifications:
         return bool(await self._port.fetch_each(ANY_DUE, [s._asdict() for s in slots], namespace=namespace, now=now))
 
     async def count_states(self, namespace: str) -> dict[str, int]:
-        """Count the rows in each state."""
+        """Count the rows in each state, and the ``undelivered`` events."""
         return dict(await self._port.fetch(COUNT_STATES, namespace=namespace))
 
     async def unfinished_names(self, namespace: str) -> list[str]:
