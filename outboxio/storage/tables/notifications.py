@@ -48,7 +48,7 @@ ORDER BY {{order}} LIMIT 1
     order=_ORDER,
 )
 
-# One statement, because fan-out may make an undelivered event a notification between two.
+# One statement: between two, fan-out may turn an undelivered event into notifications, and neither would count it.
 COUNT_STATES = Query(
     """
 SELECT n.state, count(*) FROM eventlog.event_notifications n WHERE n.namespace = :namespace GROUP BY n.state
