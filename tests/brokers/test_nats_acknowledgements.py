@@ -20,7 +20,7 @@ from outboxio.integrations.brokers.message import Message
 from outboxio.integrations.brokers.nats_client import NO_STREAM, Outgoing, Publisher, Refusal, acknowledgement_of
 from outboxio.integrations.nats import NatsRelay
 from tests.kit.app import Look, eventually
-from tests.kit.nats_notes import Noted, is_subscribed, note, numbers_of, relay, stored, stream, succeeded
+from tests.kit.nats_notes import Noted, has_failed, is_subscribed, note, numbers_of, relay, stored, stream, succeeded
 from tests.kit.nats_server import NatsServer, nats_server
 
 pytestmark = pytest.mark.above_statements
@@ -217,6 +217,7 @@ async def test_an_unresponsive_subscriber_blocks_no_other_subject(
             tx.emit(Noted(2), model_type="notes")
         async with outbox.running():
             await eventually(lambda: succeeded(look, 1))
+            await eventually(lambda: has_failed(look))
     await client.close()
     [seen] = [row for row in await look.notifications() if row["state"] != "SUCCEEDED"]
     assert seen["model_type"] == "seen"

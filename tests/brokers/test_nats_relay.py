@@ -17,7 +17,7 @@ from outboxio import ConfigurationError, Outbox, RetryPolicy
 from outboxio.integrations.nats import NatsRelay
 from tests.contract.test_tls import certificate
 from tests.kit.app import Look, eventually
-from tests.kit.nats_notes import Noted, Other, note, numbers_of, relay, stored, stream, succeeded
+from tests.kit.nats_notes import Noted, Other, has_failed, note, numbers_of, relay, stored, stream, succeeded
 from tests.kit.nats_server import NatsServer, nats_server
 from tests.kit.ports import free_port
 from tests.kit.programs import programs
@@ -256,10 +256,6 @@ async def test_a_forbidden_subject_blocks_no_other_subject(
             await eventually(lambda: has_failed(look))
     [row] = [row for row in await look.notifications() if row["state"] != "SUCCEEDED"]
     assert "may not publish to 'notes.Other'" in row["errors"]
-
-
-async def has_failed(look: Look) -> bool:
-    return any(row["state"] != "SUCCEEDED" and row["attempts"] for row in await look.notifications())
 
 
 async def test_an_unavailable_broker_uses_no_attempt_and_work_resumes(

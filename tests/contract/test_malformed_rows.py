@@ -112,7 +112,8 @@ async def test_a_malformed_row_ends_alone_with_its_error(
     assert len(recorded) + sum(vars(record).get("outboxio_suppressed", 0) for record in recorded) == len(damaged)
     caplog.clear()
     assert (await outbox.drain()).dead == 0  # it is not retried
-    assert "MalformedRow" not in caplog.text
+    of_machine = "outboxio.loops.blocked_loop"  # a machine that stops the process for a second adds a record
+    assert [record for record in caplog.records if record.name != of_machine] == []
 
 
 async def test_a_null_timestamp_ends_only_its_row(outbox: Outbox, look: Look) -> None:

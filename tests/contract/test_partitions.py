@@ -110,7 +110,7 @@ async def test_ordered_rows_keep_their_order_while_partitions_change(make_outbox
     assert max(fleet.waits) < 10, "no row waits to be found"
 
 
-async def test_runs_of_all_processes_stay_within_the_cluster_limit(make_outbox: MakeOutbox) -> None:
+async def test_runs_of_all_processes_stay_within_the_cluster_limit(make_outbox: MakeOutbox, look: Look) -> None:
     fleet = Fleet(lasts=0.02)
     settings = Settings(lock_heartbeat="1s")
     first, second, third = await processes(make_outbox, fleet, 3, partitions=6, total_concurrency=7, settings=settings)
@@ -129,6 +129,7 @@ async def test_runs_of_all_processes_stay_within_the_cluster_limit(make_outbox: 
             await eventually(post_until_all_run, timeout=SHARED_WITHIN)
         await eventually(lambda: fleet.number >= posted)
     assert fleet.most == 7
+    assert await look.states() == {"SUCCEEDED": posted}
 
 
 @pytest.mark.parametrize("ordered", [False, True])

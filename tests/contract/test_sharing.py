@@ -167,7 +167,7 @@ async def test_a_slowly_leaving_process_releases_its_idle_partitions(
     await Look(server_url).fetch("UPDATE eventlog.instances SET last_seen_date = '2026-01-01'")
     await fleet.die("b")
     await fleet.join("c")
-    await eventually(lambda: fleet.owned("c") == [*range(1, 8)])
+    await eventually(lambda: fleet.owned("c") == [*range(1, 8)], timeout=10)
     assert fleet.owned("a") == [0]
 
 

@@ -77,5 +77,10 @@ def numbers_of(messages: list[Msg]) -> list[int]:
     ]
 
 
+async def has_failed(look: Look) -> bool:
+    """True if an attempt has failed of a notification that has not succeeded."""
+    return any(row["state"] != "SUCCEEDED" and row["attempts"] for row in await look.notifications())
+
+
 async def succeeded(look: Look, number: int) -> bool:
     return (await look.states()).get("SUCCEEDED", 0) == number
